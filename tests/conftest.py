@@ -1,0 +1,17 @@
+"""What holds for every test: one thread each (tests run side by side), no deadline, repeatable draws."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)
+
+settings.register_profile("quarflow", deadline=None, derandomize=bool(os.environ.get("CI")))
+settings.load_profile("quarflow")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
