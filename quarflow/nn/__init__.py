@@ -1,0 +1,1 @@
+"""Networks that live inside transforms: masks, activations, bounds, triangular layers."""

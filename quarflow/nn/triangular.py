@@ -1,0 +1,255 @@
+"""The quasi-autoregressive network: values and the diagonal of their Jacobian, carried side by side.
+
+Inside the network arrays have shape (units, batch) and (features, units per coordinate, batch): the batch is last, so
+that the block-diagonal products of the Jacobian diagonal are contiguous batched matrix products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from quarflow.checks import check_choice, check_count, check_sigma
+from quarflow.kernels import triangular as fast
+from quarflow.kernels import usable
+from quarflow.nn.activations import Activation
+from quarflow.nn.activations import activation as make_activation
+from quarflow.nn.bounds import BOUNDS, LIPSCHITZ, floor, gram_norm, path_bound, power_norm
+from quarflow.nn.masks import ranks, triangular_mask
+
+
+def without_autocast(x: Tensor) -> torch.autocast:
+    """A context in which products of tensors like ``x`` keep their dtype under `torch.autocast`."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def diagonal_blocks(weight: Tensor, features: int) -> Tensor:
+    """The diagonal blocks of a (features * out, features * in) matrix: (features, out, in).
+
+    >>> diagonal_blocks(torch.arange(8.0).view(4, 2), 2).flatten(1)
+    tensor([[0., 2.],
+            [5., 7.]])
+    """
+    grid = weight.unflatten(0, (features, -1)).unflatten(2, (features, -1))
+    return grid.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+
+
+class TriangularLinear(nn.Module):
+    """``h = W a + b + C c`` with a block lower triangular ``W``; its diagonal blocks carry the Jacobian diagonal.
+
+    Group ``i`` of the outputs reads the groups ``<= i`` of the inputs, and the whole context ``c``:
+
+        h_i = sum_{j <= i} W[i,j] a_j + b_i + C_i c,        delta'_i = W[i,i] delta_i
+
+    Shapes: ``a`` (features * in_units, batch), ``delta`` (features, in_units, batch), ``c`` (context, batch).
+
+    >>> layer = TriangularLinear(2, 1, 3)
+    >>> weight, blocks = layer.matrices()
+    >>> weight.shape, blocks.shape, bool((weight[:3, 1] == 0).all())
+    (torch.Size([6, 2]), torch.Size([2, 3, 1]), True)
+    """
+
+    mask: Tensor
+
+    def __init__(self, features: int, in_units: int, out_units: int, context: int = 0) -> None:
+        super().__init__()
+        self.features, self.in_units, self.out_units = features, in_units, out_units
+        mask = triangular_mask(ranks(features, in_units), ranks(features, out_units))
+        fan_in = mask.sum(1, keepdim=True) + context
+        # As numbers: products with booleans convert them first, at every call.
+        self.register_buffer("mask", mask.to(torch.get_default_dtype()), persistent=False)
+        self.weight = nn.Parameter(self.mask * torch.randn(mask.shape) / fan_in.sqrt())
+        self.bias = nn.Parameter(torch.zeros(len(mask), 1))
+        self.context: nn.Parameter | None = None
+        if context:
+            self.context = nn.Parameter(torch.randn(len(mask), context) / fan_in.sqrt())
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """The masked weight (features * out, features * in) and its diagonal blocks (features, out, in)."""
+        return self.weight * self.mask, diagonal_blocks(self.weight, self.features)
+
+    def offset(self, context: Tensor | None) -> Tensor:
+        """``b + C c``, shape (features * out, batch) or (features * out, 1)."""
+        if self.context is None or context is None:
+            return self.bias
+        return torch.addmm(self.bias, self.context, context)
+
+    def extra_repr(self) -> str:
+        context = "" if self.context is None else f", context={self.context.shape[1]}"
+        return f"features={self.features}, units {self.in_units} -> {self.out_units}{context}"
+
+
+def carry(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    blocks: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+    activations: Sequence[Activation],
+) -> tuple[Tensor, Tensor]:
+    """Values and Jacobian diagonal, layer by layer, as in `TriangularNet`.
+
+    Shapes: ``x`` (features, batch); for each layer a weight (features * out, features * in), diagonal blocks
+    (features, out, in) and an offset (features * out, batch or 1) -> (features, batch), (features, batch).
+    """
+    value, delta = x, x.new_ones(len(x), 1, 1)
+    for weight, block, offset, act in zip(weights, blocks, offsets, [*activations, None], strict=True):
+        h = torch.addmm(offset, weight, value)
+        with without_autocast(x):
+            # The diagonal keeps the dtype of x under autocast: it is 1/D of the work and all of the log-det.
+            delta = block @ delta
+            if act is not None:
+                groups, slope = act(h.unflatten(0, (len(x), -1)))
+                delta = delta.repeat(1, act.width, 1) * slope
+                value = groups.flatten(0, 1)
+    return h, delta.squeeze(1).expand(x.shape)
+
+
+def network(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    masks: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+    theta: Tensor | None,
+    activations: Sequence[Activation],
+    sigma: float,
+    shared: bool,
+) -> tuple[Tensor, Tensor]:
+    """`carry` with the rows of the last layer times ``sigma / (softplus(theta) + B)``, ``B`` the bound of the paths.
+
+    ``shared`` takes the largest ``B`` for all coordinates (``lipschitz="diagonal"``). This is the readable reference of
+    `quarflow.kernels.triangular.network`.
+    """
+    features = len(x)
+    with without_autocast(x):
+        blocks = [diagonal_blocks(w, features) for w in weights]
+        weights = [w * m for w, m in zip(weights, masks, strict=True)]
+        bound = path_bound(blocks, [a.width for a in activations])
+        bound = bound.max().expand(features) if shared else bound
+        total = (bound if theta is None else bound + softplus(theta)).clamp_min(floor(x))
+        weights[-1], blocks[-1] = scale_rows(weights[-1], blocks[-1], sigma / total)
+    return carry(x, weights, blocks, offsets, activations)
+
+
+def scale_rows(weight: Tensor, blocks: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight and its diagonal blocks with each coordinate's rows times its ``scale``, (features,) or one for all."""
+    scale = scale.expand(len(blocks))[:, None, None]
+    return (weight.unflatten(0, (len(blocks), -1)) * scale).flatten(0, 1), blocks * scale
+
+
+class TriangularNet(nn.Module):
+    """``x -> (F(x), d(x))`` with ``dF_i/dx_j = 0`` for ``j > i``, ``d_i = dF_i/dx_i`` and ``|d_i| <= sigma``.
+
+        a_0 = x,  h_l = W_l a_{l-1} + b_l + C_l c,  a_l = phi(h_l),  F = W_L a_{L-1} + b_L + C_L c
+        delta_0 = 1,  delta_l = phi'(h_l) W_l[i,i] delta_{l-1},  d = W_L[i,i] delta_{L-1}
+
+    The last ``W_L`` (with the trick) or each ``W_l`` (without) is scaled such that the bound of ``lipschitz`` holds
+    whatever the weights are: see `quarflow.nn.bounds`. Biases and context are free.
+
+    Shapes: (batch, features) -> (batch, features), (batch, features).
+
+    Args:
+        features: number of coordinates D.
+        hidden: units per coordinate of each hidden layer.
+        context: number of context features, 0 for none.
+        activation: name in `quarflow.nn.activations.ACTIVATIONS`.
+        lipschitz: "network", "diagonal" or "coordinate".
+        sigma: the bound, in [0, 1).
+        trick: the paper's Lipschitz Trick, a learnable ``theta >= 0`` for each coordinate.
+        bound: "paths", "gram" (both certified) or "power" (the paper's estimate in training, certified in evaluation);
+            by default "paths", and "gram" where ``lipschitz="network"``.
+
+    >>> net = TriangularNet(3, hidden=(4,)).double()
+    >>> x = torch.randn(3, dtype=torch.float64)
+    >>> jacobian = torch.func.jacrev(lambda x: net(x[None])[0][0])(x)
+    >>> bool(torch.allclose(jacobian.diagonal(), net(x[None])[1][0]))
+    True
+    >>> jacobian.triu(1).abs().max().item()
+    0.0
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden: Sequence[int] = (64, 64),
+        context: int = 0,
+        activation: str = "wave",
+        lipschitz: str = "coordinate",
+        sigma: float = 0.97,
+        trick: bool = True,
+        bound: str | None = None,
+    ) -> None:
+        super().__init__()
+        check_count("features", features)
+        check_count("context", context, least=0)
+        if not isinstance(hidden, Sequence) or isinstance(hidden, str) or not hidden:
+            raise ValueError(f"hidden: expected units for each hidden layer, such as (64, 64); got {hidden!r}.")
+        for units in hidden:
+            check_count("hidden", units)
+        check_sigma(sigma)
+        check_choice("lipschitz", lipschitz, LIPSCHITZ)
+        bound = bound or ("gram" if lipschitz == "network" else "paths")
+        check_choice("bound", bound, BOUNDS)
+        if bound == "paths" and lipschitz == "network":
+            raise ValueError("bound: lipschitz='network' needs spectral norms, 'gram' or 'power'; got 'paths'.")
+        self.features, self.context_features = features, context
+        self.lipschitz, self.sigma, self.bound = lipschitz, sigma, bound
+        activations = [make_activation(activation) for _ in hidden]
+        outputs = [units * a.width for units, a in zip(hidden, activations, strict=True)]
+        self.activations = nn.ModuleList(activations)
+        self.layers = nn.ModuleList(
+            TriangularLinear(features, read, write, context)
+            for read, write in zip([1, *outputs], [*hidden, 1], strict=True)
+        )
+        self.theta = nn.Parameter(torch.zeros(features)) if trick else None
+
+    def _layers(self) -> list[TriangularLinear]:
+        return cast("list[TriangularLinear]", list(self.layers))
+
+    def _normed(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Weights and diagonal blocks of every layer, scaled such that the bound by norms holds."""
+        pairs = [layer.matrices() for layer in self._layers()]
+        weights, blocks = [w for w, _ in pairs], [b for _, b in pairs]
+        norm = power_norm if self.bound == "power" and self.training else gram_norm
+        norms = [norm(m) for m in (weights if self.lipschitz == "network" else blocks)]
+        if self.lipschitz == "diagonal":
+            norms = [n.max() for n in norms]
+        if self.theta is None:
+            # Each layer on its own, to a norm of sigma^(1/L).
+            share = self.sigma ** (1 / len(norms))
+            scales = [share / n.clamp_min(floor(n)) for n in norms]
+            pairs = [scale_rows(w, b, s) for w, b, s in zip(weights, blocks, scales, strict=True)]
+            return [w for w, _ in pairs], [b for _, b in pairs]
+        total = (softplus(self.theta) + prod(norms[1:], start=norms[0])).clamp_min(floor(norms[0]))
+        weights[-1], blocks[-1] = scale_rows(weights[-1], blocks[-1], self.sigma / total)
+        return weights, blocks
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        c = None if context is None else context.mT
+        layers, activations = self._layers(), cast("list[Activation]", list(self.activations))
+        offsets = [layer.offset(c) for layer in layers]
+        if self.bound == "paths":
+            fused = usable(x) and all(a.curves is not None for a in activations)
+            run = fast.network if fused else network
+            value, diagonal = run(
+                x.mT,
+                [layer.weight for layer in layers],
+                [layer.mask for layer in layers],
+                offsets,
+                self.theta,
+                activations,
+                self.sigma,
+                self.lipschitz == "diagonal",
+            )
+        else:
+            with without_autocast(x):
+                weights, blocks = self._normed()
+            value, diagonal = carry(x.mT, weights, blocks, offsets, activations)
+        return value.mT.to(x.dtype), diagonal.mT
+
+    def extra_repr(self) -> str:
+        return f"lipschitz={self.lipschitz!r}, sigma={self.sigma}, trick={self.theta is not None}, bound={self.bound!r}"
