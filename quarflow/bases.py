@@ -1,0 +1,123 @@
+"""Base distributions of a flow: where ``z`` lives."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from quarflow.checks import check_choice, check_positive
+
+
+class Base(nn.Module, ABC):
+    """``log p(z)`` of shape (batch,) for ``z`` of shape (batch, *event), and draws from ``p``.
+
+    Draws are differentiable functions of the parameters.
+    """
+
+    anchor: Tensor
+
+    def __init__(self, event_shape: Sequence[int]) -> None:
+        super().__init__()
+        self.event_shape = torch.Size(event_shape)
+        # Follows the flow's dtype and device, which a base without parameters could not tell otherwise.
+        self.register_buffer("anchor", torch.zeros(()), persistent=False)
+
+    @abstractmethod
+    def log_prob(self, z: Tensor) -> Tensor:
+        """``log p(z)``: (batch, *event) -> (batch,)."""
+
+    @abstractmethod
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """``n`` independent draws, (n, *event)."""
+
+    def _noise(self, n: int, generator: torch.Generator | None) -> Tensor:
+        return torch.randn(
+            n, *self.event_shape, dtype=self.anchor.dtype, device=self.anchor.device, generator=generator
+        )
+
+    def extra_repr(self) -> str:
+        return ", ".join(map(str, self.event_shape))
+
+
+class Normal(Base):
+    """``N(0, 1)`` in every coordinate.
+
+    >>> Normal((2,)).log_prob(torch.zeros(1, 2))
+    tensor([-1.8379])
+    """
+
+    def log_prob(self, z: Tensor) -> Tensor:
+        return (-0.5 * (z.square() + math.log(2 * math.pi))).flatten(1).sum(1)
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        return self._noise(n, generator)
+
+
+class LocationScale(Base):
+    """``N(m_i, exp(s_i)^2)`` with learnable ``m`` and ``s``.
+
+    >>> LocationScale((2,)).log_prob(torch.zeros(1, 2)).shape
+    torch.Size([1])
+    """
+
+    def __init__(self, event_shape: Sequence[int]) -> None:
+        super().__init__(event_shape)
+        self.location = nn.Parameter(torch.zeros(self.event_shape))
+        self.log_scale = nn.Parameter(torch.zeros(self.event_shape))
+
+    def log_prob(self, z: Tensor) -> Tensor:
+        u = (z - self.location) * (-self.log_scale).exp()
+        return (-0.5 * (u.square() + math.log(2 * math.pi)) - self.log_scale).flatten(1).sum(1)
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        return self.location + self.log_scale.exp() * self._noise(n, generator)
+
+
+class StudentT(Base):
+    """Student t in every coordinate, with learnable degrees of freedom ``nu_i > 1``, for heavy tails.
+
+    >>> StudentT((2,), freedom=5.0).log_prob(torch.zeros(1, 2)).shape
+    torch.Size([1])
+    """
+
+    def __init__(self, event_shape: Sequence[int], freedom: float = 10.0) -> None:
+        super().__init__(event_shape)
+        check_positive("freedom", freedom - 1)
+        # softplus(raw) = freedom - 1, without overflow for large freedom.
+        raw = (freedom - 1) + math.log(-math.expm1(1 - freedom))
+        self.raw_freedom = nn.Parameter(torch.full(self.event_shape, raw))
+
+    @property
+    def freedom(self) -> Tensor:
+        """``nu``, (*event)."""
+        return 1 + softplus(self.raw_freedom)
+
+    def log_prob(self, z: Tensor) -> Tensor:
+        nu = self.freedom
+        constant = torch.lgamma((nu + 1) / 2) - torch.lgamma(nu / 2) - 0.5 * (nu * math.pi).log()
+        return (constant - (nu + 1) / 2 * torch.log1p(z.square() / nu)).flatten(1).sum(1)
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        # normal / sqrt(gamma): torch's gamma draws carry their implicit gradient, but take no generator of their own.
+        half = (self.freedom / 2).expand(n, *self.event_shape)
+        if generator is None:
+            return self._noise(n, generator) * (half / torch._standard_gamma(half)).sqrt()
+        return self._noise(n, generator) * (half / torch._standard_gamma(half, generator=generator)).sqrt()
+
+
+BASES: dict[str, type[Base]] = {"normal": Normal, "location-scale": LocationScale, "student": StudentT}
+
+
+def base(name: str, event_shape: Sequence[int]) -> Base:
+    """A new base distribution by its name in `BASES`.
+
+    >>> base("normal", (3,))
+    Normal(3)
+    """
+    check_choice("base", name, BASES)
+    return BASES[name](event_shape)

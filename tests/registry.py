@@ -1,0 +1,86 @@
+"""One registry of named constructors; every law in test_laws.py holds over all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import torch
+from torch import nn
+
+import quarflow as qf
+from quarflow import transforms as t
+from quarflow.flow import Flow
+from quarflow.nn.activations import ACTIVATIONS
+from quarflow.nn.bounds import LIPSCHITZ
+from quarflow.nn.triangular import TriangularNet
+from quarflow.solvers import Banach, Bracketing
+
+FEATURES = (1, 2, 5, 13)
+CONTEXTS = (0, 3)
+
+
+def _residual(features: int, context: int, solver: object = None, **options: object) -> t.Residual:
+    return t.Residual(TriangularNet(features, hidden=(4, 3), context=context, **options), solver=solver)
+
+
+TRANSFORMS: dict[str, Callable[[int, int], t.Transform]] = {
+    "affine": lambda d, c: t.Affine(d, c),
+    "actnorm": lambda d, c: t.ActNorm(d, c),
+    "standardise": lambda d, c: t.Standardise(d),
+    "permutation": lambda d, c: t.Permutation(torch.randperm(d)),
+    "reverse": lambda d, c: t.Reverse(),
+    "lu": lambda d, c: t.LULinear(d),
+    "logit of sigmoid": lambda d, c: t.Chain([t.Sigmoid(), t.Logit(1e-6)]),
+    "sigmoid": lambda d, c: t.Sigmoid(),
+    "inverse": lambda d, c: t.Inverse(t.LULinear(d)),
+    "inverse of residual": lambda d, c: t.Inverse(_residual(d, c)),
+    "chain": lambda d, c: t.Chain([t.ActNorm(d, c), _residual(d, c), t.Reverse(), _residual(d, c)]),
+    "residual, banach": lambda d, c: _residual(d, c, Banach(), sigma=0.8),
+    "residual, bracketing": lambda d, c: _residual(d, c, Bracketing()),
+    "residual, power": lambda d, c: _residual(d, c, bound="power", lipschitz="network"),
+    "residual, deep": lambda d, c: t.Residual(TriangularNet(d, (3, 4, 2, 3), c)),
+} | {
+    f"residual, {lipschitz}, {activation}, {'trick' if trick else 'plain'}{', gram' if gram else ''}": (
+        lambda d, c, o={"lipschitz": lipschitz, "activation": activation, "trick": trick}, g=gram: _residual(
+            d, c, bound="gram" if g else None, **o
+        )
+    )
+    for lipschitz, activation, trick, gram in product(LIPSCHITZ, ACTIVATIONS, (True, False), (True, False))
+    if not (gram and lipschitz == "network")  # gram is what network has anyway
+}
+
+MODELS: dict[str, Callable[[int, int], Flow]] = {
+    f"quar, {lipschitz}, {activation}, {mixing}": (
+        lambda d, c, o={"lipschitz": lipschitz, "activation": activation, "mixing": mixing}: qf.models.quar(
+            d, c, blocks=2, hidden=(4, 3), **o
+        )
+    )
+    for lipschitz, activation, mixing in product(LIPSCHITZ, ACTIVATIONS, qf.models.MIXINGS)
+} | {
+    f"quar, {base} base": lambda d, c, b=base: qf.models.quar(d, c, blocks=1, hidden=(4,), base=b)
+    for base in qf.bases.BASES
+}
+
+
+def far(module: nn.Module, scale: float = 0.7, seed: int = 0) -> nn.Module:
+    """The module in float64 with random parameters and statistics far from where they start."""
+    generator = torch.Generator().manual_seed(seed)
+    module.double()
+    with torch.no_grad():
+        for name, p in [*module.named_parameters(), *module.named_buffers()]:
+            if name.endswith("deviation"):
+                p.copy_(torch.rand(p.shape, generator=generator) + 0.5)
+            elif name.endswith(("lower", "upper")):
+                # Random triangular matrices are ill-conditioned beyond any tolerance unless their rows are short.
+                p.copy_(0.5 * scale * torch.randn(p.shape, generator=generator, dtype=p.dtype) / len(p) ** 0.5)
+            elif p.is_floating_point() and not name.endswith(("mask", "anchor")):
+                p.copy_(scale * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return module
+
+
+def data(rows: int, features: int, context: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows and context, float64."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, features, generator=generator, dtype=torch.float64)
+    return x, torch.randn(rows, context, generator=generator, dtype=torch.float64) if context else None
