@@ -38,7 +38,7 @@ BOUNDS = ("paths", "gram", "power")
 def safety(matrices: Sequence[Tensor]) -> float:
     """Factor that keeps an upper bound of a product of matrices one after rounding."""
     terms = sum(max(m.shape[-2:]) for m in matrices)
-    return 1 + 4 * terms * torch.finfo(matrices[0].dtype).eps
+    return 1 + 8 * terms * torch.finfo(matrices[0].dtype).eps
 
 
 def floor(x: Tensor) -> float:
@@ -88,7 +88,7 @@ def gram_norm(weight: Tensor, slack: float = 0.01) -> Tensor:
     power = weight / peak[..., None, None]
     power = power @ power.mT if weight.shape[-2] < weight.shape[-1] else power.mT @ power
     squarings = max(0, math.ceil(math.log2(math.log(rank) / math.log1p(slack)) - 2))
-    log_norm = peak.log()
+    log_norm = torch.zeros_like(peak)
     for t in range(squarings):
         if t % 2 == 0:
             # Rescaled by its trace, the largest eigenvalue is at least 1/rank, so two squarings cannot underflow.
@@ -98,7 +98,7 @@ def gram_norm(weight: Tensor, slack: float = 0.01) -> Tensor:
             log_norm = log_norm + trace.log() / 2 ** (t + 1)
         power = power @ power
     log_norm = log_norm + (power.square().sum((-2, -1)) + tiny).log() / 2 ** (squarings + 2)
-    return log_norm.exp() * safety([weight])
+    return peak * log_norm.exp() * safety([weight])
 
 
 def power_norm(weight: Tensor, tolerance: float = 1e-3, max_steps: int = 200) -> Tensor:

@@ -1,0 +1,77 @@
+"""The fast path against its readable reference."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from registry import data
+from torch import Tensor
+
+from quarflow.kernels import usable
+from quarflow.nn.activations import ACTIVATIONS
+from quarflow.nn.triangular import TriangularNet
+
+FAST = [name for name, kind in ACTIVATIONS.items() if kind.curves is not None]
+
+
+def outputs_and_gradients(net: TriangularNet, x: Tensor, c: Tensor | None) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    value, diagonal = net(x, c)
+    weight = torch.linspace(0.5, 1.5, x.shape[0], dtype=x.dtype)[:, None]
+    loss = (value.sin() * weight).sum() - (torch.log1p(diagonal) * weight).sum()
+    return [value, diagonal, *torch.autograd.grad(loss, [x, *net.parameters()])]
+
+
+def relative_error(got: list[Tensor], truth: list[Tensor]) -> float:
+    return max(((g.double() - t).norm() / t.norm().clamp_min(1e-300)).item() for g, t in zip(got, truth, strict=True))
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_error_is_at_most_twice_that_of_plain_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed, (features, context, trick, lipschitz) in enumerate(
+        itertools.product((1, 2, 7), (0, 3), (True, False), ("coordinate", "diagonal"))
+    ):
+        torch.manual_seed(seed)
+        hidden = (9, 4, 6) if trick else (16,)
+        net = TriangularNet(features, hidden, context, activation=name, trick=trick, lipschitz=lipschitz)
+        x, c = data(300, features, context)
+        monkeypatch.setenv("QUARFLOW_KERNELS", "0")
+        truth = outputs_and_gradients(net.double(), x, c)
+        single = [x.float(), None if c is None else c.float()]
+        plain = relative_error(outputs_and_gradients(net.float(), *single), truth)
+        monkeypatch.delenv("QUARFLOW_KERNELS")
+        fast = relative_error(outputs_and_gradients(net, *single), truth)
+        assert fast <= 2 * plain, (features, context, fast, plain)
+        assert relative_error(outputs_and_gradients(net.double(), x, c), truth) < 1e-12
+        net.float()
+
+
+def test_second_derivatives() -> None:
+    torch.manual_seed(0)
+    net = TriangularNet(2, (3, 2), activation="sine").double()
+    x = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(net, (x,))
+
+
+def test_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(1, 1)
+    assert usable(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not usable(x)
+    seen = []
+    torch.func.vmap(lambda x: (seen.append(usable(x)), x)[1])(x)
+    assert seen == [False]
+    with torch.autograd.forward_ad.dual_level():
+        assert not usable(x)
+    monkeypatch.setenv("QUARFLOW_KERNELS", "0")
+    assert not usable(x)
+
+
+def test_nothing_is_kept_without_gradients() -> None:
+    net = TriangularNet(2, (3,))
+    with torch.no_grad():
+        value, diagonal = net(torch.zeros(1, 2))
+    assert value.grad_fn is None
+    assert diagonal.grad_fn is None
