@@ -17,6 +17,10 @@ class Base(nn.Module, ABC):
     """``log p(z)`` of shape (batch,) for ``z`` of shape (batch, *event), and draws from ``p``.
 
     Draws are differentiable functions of the parameters.
+
+    >>> base = Normal((2,))
+    >>> isinstance(base, Base), base.sample(3).shape
+    (True, torch.Size([3, 2]))
     """
 
     anchor: Tensor

@@ -56,7 +56,11 @@ def check_positive(name: str, value: object) -> None:
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether values cannot be looked at now: inside `torch.compile`, `torch.func` transforms or graph capture."""
+    """Whether values cannot be looked at now: inside `torch.compile`, `torch.func` transforms or graph capture.
+
+    >>> is_traced(torch.zeros(1)), torch.func.vmap(lambda x: x + is_traced(x))(torch.zeros(1))
+    (False, tensor([1.]))
+    """
     if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return True
     return x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -68,7 +68,12 @@ def rows_at_once(x: Tensor, elements: int = 2**18) -> int:
 
 
 def as_data(flow: Flow, x: object, context: object = None) -> tuple[Tensor, Tensor | None]:
-    """``x`` (n, *event) and ``context`` (n, features), checked, with the dtype and device of ``flow``."""
+    """``x`` (n, *event) and ``context`` (n, features), checked, with the dtype and device of ``flow``.
+
+    >>> import quarflow as qf
+    >>> as_data(qf.models.quar(features=2, blocks=1, hidden=(4,)), [[1.0, 2.0]])
+    (tensor([[1., 2.]]), None)
+    """
     like = flow.base.anchor
     rows = as_rows("x", x, tuple(flow.event_shape), like)
     if context is None or flow.context_features == 0:
@@ -100,7 +105,11 @@ def as_rows(name: str, data: object, event_shape: tuple[int, ...], like: Tensor)
 
 
 def as_tensor(name: str, data: object) -> Tensor:
-    """A tensor as it is; anything else by way of a numpy array."""
+    """A tensor as it is; anything else by way of a numpy array.
+
+    >>> as_tensor("x", [[1.0, 2.0]])
+    tensor([[1., 2.]], dtype=torch.float64)
+    """
     if isinstance(data, Tensor):
         return data
     import numpy as np

@@ -43,6 +43,10 @@ class Solution:
         converged: (batch,), whether each row met the stop test.
         diagonal: ``d(x)``, if the network gives one.
         tolerance: the relative tolerance of the stop test.
+
+    >>> solution = Newton()(lambda x: (x / 2, torch.full_like(x, 0.5)), torch.ones(2, 3), 0.5)
+    >>> solution.x.shape, solution.steps < 10, solution.converged
+    (torch.Size([2, 3]), True, tensor([True, True]))
     """
 
     x: Tensor
@@ -68,7 +72,14 @@ class Solution:
 
 
 class NotConverged(ArithmeticError):
-    """An inverse that cannot be had to its tolerance; ``.solution`` is what a solver reached."""
+    """An inverse that cannot be had to its tolerance; ``.solution`` is what a solver reached.
+
+    >>> try:
+    ...     Banach(max_steps=3)(lambda x: (0.9 * x, None), torch.ones(1, 1), 0.9).check("Raise max_steps.")
+    ... except NotConverged as error:
+    ...     error.solution.steps
+    3
+    """
 
     def __init__(self, message: str, solution: Solution | None = None) -> None:
         super().__init__(message)
@@ -76,7 +87,12 @@ class NotConverged(ArithmeticError):
 
 
 class Solver(Protocol):
-    """``solver(net, z, sigma) -> Solution``; ``sigma`` bounds the slopes ``|d_i|`` of the network."""
+    """``solver(net, z, sigma) -> Solution``; ``sigma`` bounds the slopes ``|d_i|`` of the network.
+
+    >>> solver: Solver = Newton(tolerance=1e-3)
+    >>> solver(lambda x: (x / 2, torch.full_like(x, 0.5)), torch.ones(1, 1), 0.5).x
+    tensor([[0.6667]])
+    """
 
     advice: str
 
@@ -252,6 +268,13 @@ def conditioned(inverse: Inverse) -> Inverse:
     A residual at rounding level is all that a solver can reach. It says little about ``x`` where the map is flat: an
     ``x`` far away has the same ``z`` to the last bit. So the inverse is taken again at ``z`` moved by a few units in
     its last place; how far ``x`` moves is what its own rounding is worth. Only the outermost inverse looks.
+
+    >>> @conditioned
+    ... def inverse(self, z, context=None):
+    ...     return 1e4 * z, z.new_zeros(len(z))
+    >>> inverse(nn.Identity(), torch.zeros(1, 2))
+    Traceback (most recent call last):
+    quarflow.solvers.NotConverged: the inverse is too ill-conditioned for torch.float32 in 1 of 1 rows: ...
     """
 
     @wraps(inverse)
@@ -285,6 +308,12 @@ def implicit(net: Network, solution: Solution, z: Tensor) -> Tensor:
     With ``J = I + dF/dx`` at the solution and a gradient ``g`` from above, ``v = J^{-T} g`` is the gradient for ``z``
     and ``-v^T dF`` that for the parameters and the context. ``v`` solves ``v + (dF/dx)^T v = g`` by the solvers' own
     iteration on the transposed Jacobian, exact after as many steps as there are coordinates if it is triangular.
+
+    >>> net = lambda x: (x / 2, torch.full_like(x, 0.5))
+    >>> z = torch.ones(1, 1, requires_grad=True)
+    >>> x = implicit(net, Newton()(net, z.detach(), 0.5), z)
+    >>> torch.autograd.grad(x.sum(), z)[0]  # 1 / (1 + 1/2)
+    tensor([[0.6667]])
     """
     with torch.enable_grad():
         x = solution.x.detach().requires_grad_()

@@ -32,12 +32,13 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from quarflow.checkpoint import CheckpointError, read_tensors, to_json, write_tensors
-from quarflow.checks import check_count, check_positive
+from quarflow.checks import check_choice, check_count, check_positive
 from quarflow.evaluation import as_data, as_rows, as_tensor, rows_at_once
 
 if TYPE_CHECKING:
     from quarflow.flow import Flow
 
+OPTIMIZERS = ("adam", "adamax")
 LOG_EVERY = 10  # steps between two looks at the loss and at the flag of the guard
 
 
@@ -55,6 +56,7 @@ class Options:
     patience: int | None = 20  # evaluations without a new best before the run stops; None for never
     evaluate_every: int | None = None  # steps; None: often, but at most a tenth of the time
     seed: int = 0
+    optimizer: str = "adam"  # or "adamax"
 
     def __post_init__(self) -> None:
         for name in ("max_steps", "batch_size", "patience", "evaluate_every"):
@@ -66,6 +68,7 @@ class Options:
         for name in ("warmup", "ema"):
             _check_fraction(name, getattr(self, name))
         check_count("seed", self.seed, 0)
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
         if self.max_steps is None and self.max_seconds is None:
             object.__setattr__(self, "max_steps", 4000)
 
@@ -199,7 +202,12 @@ class Trainer:
         self.parameters = list(self.named.values())
         device = self.parameters[0].device
         self.learning_rate = torch.zeros((), device=device)
-        self.optimizer: Any = torch.optim.Adam(self.parameters, lr=self.learning_rate, fused=True)
+        self.fused = options.optimizer == "adam"  # Adamax has no fused form
+        self.optimizer: Any = (
+            torch.optim.Adam(self.parameters, lr=self.learning_rate, fused=True)
+            if self.fused
+            else torch.optim.Adamax(self.parameters, lr=self.learning_rate)
+        )
         # Everything that a checkpoint of the flow would hold; buffers have to be updated in place.
         state = {name: t for name, t in flow.state_dict().items() if t.is_floating_point()}
         self.names, self.live = list(state), list(state.values())
@@ -233,19 +241,24 @@ class Trainer:
         return -(log_prob if batch.weights is None else batch.weights * log_prob).mean()
 
     def update(self, batch: Rows) -> None:
-        """A step of the weights, without a look at any value."""
+        """A step of the weights, without a look at any value where the optimiser is fused."""
         self.optimizer.zero_grad()
         loss = self.loss(batch)
         loss.backward()
         loss = loss.detach()
-        norm = get_total_norm([p.grad for p in self.parameters if p.grad is not None]).float()
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        norm = get_total_norm(grads).float()
         torch.maximum(self._failed, (~torch.isfinite(norm + loss)).float(), out=self._failed)
         self._finite += 1 - self._failed
         self._loss += loss
-        # As torch.amp does: the fused kernel divides gradients by the one, and is idle if the other is set.
-        self.optimizer.grad_scale = (norm / (self.options.clip or math.inf)).clamp_min(1)
-        self.optimizer.found_inf = self._failed
-        self.optimizer.step()
+        scale = (norm / (self.options.clip or math.inf)).clamp_min(1)
+        if self.fused:
+            # As torch.amp does: the kernel divides gradients by the one, and is idle if the other is set.
+            self.optimizer.grad_scale, self.optimizer.found_inf = scale, self._failed
+            self.optimizer.step()
+        elif not bool(self._failed):
+            torch._foreach_div_(grads, scale)
+            self.optimizer.step()
 
     def advance(self) -> None:
         """The next step of the run."""
@@ -448,7 +461,8 @@ def fit(
     patience: int | None = Options.patience,
     evaluate_every: int | None = Options.evaluate_every,
     seed: int = Options.seed,
-    progress: bool | None = None,
+    optimizer: str = Options.optimizer,
+    progress: bool | Callable[[Trainer], None] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_seconds: float = 60.0,
     resume: bool = False,
@@ -462,7 +476,8 @@ def fit(
         validation: the part of the rows that is held out, in [0, 1); or the rows themselves, ``x`` or
             ``(x, context)``. With 0 there is no early stopping, and the averaged weights of the end are kept.
         max_steps, max_seconds: the learning rate has decayed to zero at whichever comes first.
-        progress: a bar on stderr; ``None`` for only if that is a terminal.
+        progress: a bar on stderr; ``None`` for only if that is a terminal; or what is called with the
+            `Trainer` after each step.
         checkpoint: a file for the state of the run, written every ``checkpoint_seconds`` and at the end.
         resume: goes on from ``checkpoint`` if that file is there, to the same result as without the break.
 
@@ -479,10 +494,21 @@ def fit(
     """
     started = time.monotonic()
     options = Options(
-        max_steps, max_seconds, batch_size, learning_rate, warmup, clip, ema, patience, evaluate_every, seed
+        max_steps,
+        max_seconds,
+        batch_size,
+        learning_rate,
+        warmup,
+        clip,
+        ema,
+        patience,
+        evaluate_every,
+        seed,
+        optimizer,
     )
     check_positive("checkpoint_seconds", checkpoint_seconds)
-    for name, value in {"resume": resume, "progress": progress is None or progress}.items():
+    shown = progress is None or callable(progress) or progress
+    for name, value in {"resume": resume, "progress": shown}.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name}: expected True or False; got {value!r}.")
     if resume and checkpoint is None:
@@ -714,8 +740,11 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def _bar(progress: bool | None) -> Iterator[Callable[[Trainer], None]]:
+def _bar(progress: bool | Callable[[Trainer], None] | None) -> Iterator[Callable[[Trainer], None]]:
     """Something to call after each step, which shows how far the run is."""
+    if callable(progress):
+        yield progress
+        return
     if not (sys.stderr.isatty() if progress is None else progress):
         yield lambda trainer: None
         return

@@ -24,6 +24,30 @@ def _residual(features: int, context: int, solver: object = None, **options: obj
     return t.Residual(TriangularNet(features, hidden=(4, 3), context=context, **options), solver=solver)
 
 
+RELATIVES: dict[str, Callable[[int, int], t.Transform]] = {
+    "MaskedAffine": lambda features, context: t.MaskedAffine(features, context, hidden=(16, 16)),
+    "MaskedAffine, tanh": lambda features, context: t.MaskedAffine(features, context, (16,), activation="tanh"),
+    "Inverse(MaskedAffine)": lambda features, context: t.Inverse(t.MaskedAffine(features, context, hidden=(16,))),
+    "AdditiveCoupling": lambda features, context: t.AdditiveCoupling(features, context, hidden=(16, 16)),
+    "AffineCoupling": lambda features, context: t.AffineCoupling(features, context, hidden=(16, 16)),
+    "Planar": lambda features, context: t.Planar(features, context),
+    "Radial": lambda features, context: t.Radial(features, context),
+    "Sylvester": lambda features, context: t.Sylvester(features, context),
+    "Sylvester, rank 1": lambda features, context: t.Sylvester(features, context, rank=1),
+    "BNAF": lambda features, context: t.BNAF(features, context, hidden=(6, 6)),
+    "BNAF, shallow": lambda features, context: t.BNAF(features, context, hidden=(5,)),
+}
+RELATIVE_MODELS: dict[str, dict[str, object]] = {
+    "maf": {"hidden": (8,)},
+    "iaf": {"hidden": (8,)},
+    "nice": {"hidden": (8,), "activation": "silu"},
+    "realnvp": {"hidden": (8, 8)},
+    "planar": {"mixing": "lu"},
+    "radial": {"base": "student"},
+    "sylvester": {"rank": 1, "actnorm": False},
+    "bnaf": {"hidden": (4,), "mixing": "permute"},
+}
+
 TRANSFORMS: dict[str, Callable[[int, int], t.Transform]] = {
     "affine": lambda d, c: t.Affine(d, c),
     "actnorm": lambda d, c: t.ActNorm(d, c),
@@ -48,7 +72,7 @@ TRANSFORMS: dict[str, Callable[[int, int], t.Transform]] = {
     )
     for lipschitz, activation, trick, gram in product(LIPSCHITZ, ACTIVATIONS, (True, False), (True, False))
     if not (gram and lipschitz == "network")  # gram is what network has anyway
-}
+} | RELATIVES
 
 MODELS: dict[str, Callable[[int, int], Flow]] = {
     f"quar, {lipschitz}, {activation}, {mixing}": (
@@ -60,7 +84,25 @@ MODELS: dict[str, Callable[[int, int], Flow]] = {
 } | {
     f"quar, {base} base": lambda d, c, b=base: qf.models.quar(d, c, blocks=1, hidden=(4,), base=b)
     for base in qf.bases.BASES
+} | {
+    name: (lambda d, c, n=name, o=options: getattr(qf.models, n)(d, c, blocks=2, **o))
+    for name, options in RELATIVE_MODELS.items()
+} | {
+    # The roulette's draws have a file of their own, test_logdet.py: here is what it is an estimate of.
+    f"residual, {bound}": lambda d, c, b=bound: qf.models.residual(
+        d, c, blocks=2, hidden=(6, 5), logdet="full", bound=b, trick=b == "gram"
+    )
+    for bound in ("gram", "power")
 }
+
+
+# Affine steps have no bound: at larger weights two of them already lose every digit of an inverse.
+SCALES = {"iaf": 0.3, "realnvp": 0.3}
+
+
+def feature_counts(name: str) -> tuple[int, ...]:
+    """The numbers of features that ``name`` takes: a coupling needs two."""
+    return tuple(d for d in FEATURES if d > 1 or (not name.endswith("Coupling") and name not in ("nice", "realnvp")))
 
 
 def far(module: nn.Module, scale: float = 0.7, seed: int = 0) -> nn.Module:

@@ -50,7 +50,7 @@ def _blocks(weight: Tensor, features: int) -> Tensor:
 def _forward(settings: Any, arrays: Sequence[Tensor], keep: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
     activations, masks, sigma, shared, trick = settings
     x, theta, *rest = arrays
-    features, batch = x.shape
+    features = len(x)
     weights, offsets = rest[: len(masks)], rest[len(masks) :]
     blocks = [_blocks(w, features) for w in weights]
     steepest = [blocks[0].abs()]
@@ -60,11 +60,35 @@ def _forward(settings: Any, arrays: Sequence[Tensor], keep: bool) -> tuple[Tenso
     bound = bound.amax().expand(features) if shared else bound
     scale = sigma / (bound + softplus(theta) if trick else bound).clamp_min(floor(x))
     masked = [w * m for w, m in zip(weights, masks, strict=True)]
-    last, last_block = masked[-1] * scale[:, None], blocks[-1] * scale[:, None, None]
+    scaled = [*masked[:-1], masked[-1] * scale[:, None]], [*blocks[:-1], blocks[-1] * scale[:, None, None]]
+    value, diagonal, kept = _carry(x, *scaled, offsets, activations, keep)
+    return value, diagonal, [scale, *steepest, *masked, *kept] if keep else []
 
+
+def carry(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    blocks: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+    activations: Sequence[Activation],
+) -> tuple[Tensor, Tensor]:
+    """As `quarflow.nn.triangular.carry`, without gradients; every activation must have ``curves``."""
+    with torch.no_grad():
+        return _carry(x, weights, blocks, offsets, activations, keep=False)[:2]
+
+
+def _carry(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    blocks: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+    activations: Sequence[Activation],
+    keep: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    features, batch = x.shape
     a, delta = x, x  # there is no delta before the first layer
     kept: list[Tensor] = []
-    for i, (weight, block, offset, act) in enumerate(zip(masked, blocks, offsets, activations, strict=False)):
+    for i, (weight, block, offset, act) in enumerate(zip(weights, blocks, offsets, activations, strict=False)):
         h = torch.addmm(offset, weight, a).view(features, -1, batch)
         u = torch.bmm(block, delta) if i else block
         value, slope, curve = act.curves(h, keep)
@@ -74,8 +98,7 @@ def _forward(settings: Any, arrays: Sequence[Tensor], keep: bool) -> tuple[Tenso
         else:
             delta = slope.mul_(u)
         a = value.view(-1, batch)
-    value, diagonal = torch.addmm(offsets[-1], last, a), torch.bmm(last_block, delta).squeeze(1)
-    return value, diagonal, [scale, *steepest, *masked, *kept] if keep else []
+    return torch.addmm(offsets[-1], weights[-1], a), torch.bmm(blocks[-1], delta).squeeze(1), kept
 
 
 class _Network(torch.autograd.Function):

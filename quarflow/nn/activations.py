@@ -7,7 +7,7 @@ activation without parameters may also have `curves`, with which the fast path o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ class Activation(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must define forward(h) -> (value, slope).")
 
     # ``curves(h, second) -> (value, slope, phi''(h) if second else None)``, without gradients; may overwrite ``h``.
-    curves: Callable[[Tensor, bool], tuple[Tensor, Tensor, Tensor | None]] | None = None
+    curves: Any = None
 
 
 class ELU(Activation):

@@ -6,7 +6,7 @@ that the block-diagonal products of the Jacobian diagonal are contiguous batched
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import cast
 
@@ -24,7 +24,13 @@ from quarflow.nn.masks import ranks, triangular_mask
 
 
 def without_autocast(x: Tensor) -> torch.autocast:
-    """A context in which products of tensors like ``x`` keep their dtype under `torch.autocast`."""
+    """A context in which products of tensors like ``x`` keep their dtype under `torch.autocast`.
+
+    >>> x = torch.ones(2, 2)
+    >>> with torch.autocast("cpu", torch.bfloat16), without_autocast(x):
+    ...     (x @ x).dtype
+    torch.float32
+    """
     return torch.autocast(x.device.type, enabled=False)
 
 
@@ -95,6 +101,10 @@ def carry(
 
     Shapes: ``x`` (features, batch); for each layer a weight (features * out, features * in), diagonal blocks
     (features, out, in) and an offset (features * out, batch or 1) -> (features, batch), (features, batch).
+
+    >>> half = torch.full((1, 1), 0.5)
+    >>> carry(torch.ones(1, 2), [half], [half[None]], [half], [])
+    (tensor([[1., 1.]]), tensor([[0.5000, 0.5000]]))
     """
     value, delta = x, x.new_ones(len(x), 1, 1)
     for weight, block, offset, act in zip(weights, blocks, offsets, [*activations, None], strict=True):
@@ -123,20 +133,29 @@ def network(
 
     ``shared`` takes the largest ``B`` for all coordinates (``lipschitz="diagonal"``). This is the readable reference of
     `quarflow.kernels.triangular.network`.
+
+    >>> one = torch.ones(1, 1)
+    >>> value, diagonal = network(torch.ones(1, 2), [one], [one], [0 * one], None, [], 0.9, False)
+    >>> 0.899 < diagonal.max().item() <= 0.9
+    True
     """
-    features = len(x)
     with without_autocast(x):
-        blocks = [diagonal_blocks(w, features) for w in weights]
+        blocks = [diagonal_blocks(w, len(x)) for w in weights]
         weights = [w * m for w, m in zip(weights, masks, strict=True)]
         bound = path_bound(blocks, [a.width for a in activations])
-        bound = bound.max().expand(features) if shared else bound
+        bound = bound.max().expand(len(x)) if shared else bound
         total = (bound if theta is None else bound + softplus(theta)).clamp_min(floor(x))
         weights[-1], blocks[-1] = scale_rows(weights[-1], blocks[-1], sigma / total)
     return carry(x, weights, blocks, offsets, activations)
 
 
 def scale_rows(weight: Tensor, blocks: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight and its diagonal blocks with each coordinate's rows times its ``scale``, (features,) or one for all."""
+    """A weight and its diagonal blocks with each coordinate's rows times its ``scale``, (features,) or one for all.
+
+    >>> scale_rows(torch.ones(2, 1), torch.ones(2, 1, 1), torch.tensor([1.0, 3.0]))[0]
+    tensor([[1.],
+            [3.]])
+    """
     scale = scale.expand(len(blocks))[:, None, None]
     return (weight.unflatten(0, (len(blocks), -1)) * scale).flatten(0, 1), blocks * scale
 
@@ -210,45 +229,64 @@ class TriangularNet(nn.Module):
     def _layers(self) -> list[TriangularLinear]:
         return cast("list[TriangularLinear]", list(self.layers))
 
-    def _normed(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Weights and diagonal blocks of every layer, scaled such that the bound by norms holds."""
+    def _activations(self) -> list[Activation]:
+        return cast("list[Activation]", list(self.activations))
+
+    def matrices(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Weights and diagonal blocks of every layer, scaled such that the bound holds."""
         pairs = [layer.matrices() for layer in self._layers()]
         weights, blocks = [w for w, _ in pairs], [b for _, b in pairs]
-        norm = power_norm if self.bound == "power" and self.training else gram_norm
-        norms = [norm(m) for m in (weights if self.lipschitz == "network" else blocks)]
+        if self.bound == "paths":
+            norms = [path_bound(blocks, [a.width for a in self._activations()])]
+        else:
+            # Power iteration starts from noise: an inverse, without gradients, needs the same F at every step.
+            estimate = self.bound == "power" and self.training and torch.is_grad_enabled()
+            norm = power_norm if estimate else gram_norm
+            norms = [norm(m) for m in (weights if self.lipschitz == "network" else blocks)]
         if self.lipschitz == "diagonal":
             norms = [n.max() for n in norms]
-        if self.theta is None:
+        if self.theta is None and self.bound != "paths":
             # Each layer on its own, to a norm of sigma^(1/L).
             share = self.sigma ** (1 / len(norms))
             scales = [share / n.clamp_min(floor(n)) for n in norms]
             pairs = [scale_rows(w, b, s) for w, b, s in zip(weights, blocks, scales, strict=True)]
             return [w for w, _ in pairs], [b for _, b in pairs]
-        total = (softplus(self.theta) + prod(norms[1:], start=norms[0])).clamp_min(floor(norms[0]))
+        theta = 0.0 if self.theta is None else softplus(self.theta)
+        total = (theta + prod(norms[1:], start=norms[0])).clamp_min(floor(norms[0]))
         weights[-1], blocks[-1] = scale_rows(weights[-1], blocks[-1], self.sigma / total)
         return weights, blocks
 
-    def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _offsets(self, context: Tensor | None) -> list[Tensor]:
         c = None if context is None else context.mT
-        layers, activations = self._layers(), cast("list[Activation]", list(self.activations))
-        offsets = [layer.offset(c) for layer in layers]
-        if self.bound == "paths":
-            fused = usable(x) and all(a.curves is not None for a in activations)
-            run = fast.network if fused else network
-            value, diagonal = run(
-                x.mT,
-                [layer.weight for layer in layers],
-                [layer.mask for layer in layers],
-                offsets,
-                self.theta,
-                activations,
-                self.sigma,
-                self.lipschitz == "diagonal",
+        return [layer.offset(c) for layer in self._layers()]
+
+    def _fused(self, x: Tensor) -> bool:
+        return usable(x) and all(a.curves is not None for a in self._activations())
+
+    @torch.no_grad()
+    def prepare(self, context: Tensor | None = None) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        """`forward` without gradients at one context, for solvers: what does not depend on ``x`` is done once."""
+        (weights, blocks), offsets, activations = self.matrices(), self._offsets(context), self._activations()
+
+        def evaluate(x: Tensor) -> tuple[Tensor, Tensor]:
+            run = fast.carry if self._fused(x) else carry
+            value, diagonal = run(x.mT, weights, blocks, offsets, activations)
+            return value.mT.to(x.dtype), diagonal.mT
+
+        return evaluate
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        offsets, activations = self._offsets(context), self._activations()
+        if self.bound == "paths" and self._fused(x):
+            layers, shared = self._layers(), self.lipschitz == "diagonal"
+            weights, masks = [layer.weight for layer in layers], [layer.mask for layer in layers]
+            value, diagonal = fast.network(
+                x.mT, weights, masks, offsets, self.theta, activations, self.sigma, shared
             )
         else:
             with without_autocast(x):
-                weights, blocks = self._normed()
-            value, diagonal = carry(x.mT, weights, blocks, offsets, activations)
+                matrices = self.matrices()
+            value, diagonal = carry(x.mT, *matrices, offsets, activations)
         return value.mT.to(x.dtype), diagonal.mT
 
     def extra_repr(self) -> str:

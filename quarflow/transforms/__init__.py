@@ -1,21 +1,32 @@
 """Invertible maps ``x -> (z, ladj)``; the contract is `quarflow.transforms.base.Transform`."""
 
+from quarflow.transforms.autoregressive import MaskedAffine
 from quarflow.transforms.base import Chain, Inverse, Transform
+from quarflow.transforms.bnaf import BNAF
+from quarflow.transforms.coupling import AdditiveCoupling, AffineCoupling
 from quarflow.transforms.elementwise import ActNorm, Affine, Logit, Sigmoid, Standardise
 from quarflow.transforms.mixing import LULinear, Permutation, Reverse
+from quarflow.transforms.planar import Planar, Radial, Sylvester
 from quarflow.transforms.residual import Residual
 
 __all__ = [
+    "BNAF",
     "ActNorm",
+    "AdditiveCoupling",
     "Affine",
+    "AffineCoupling",
     "Chain",
     "Inverse",
     "LULinear",
     "Logit",
+    "MaskedAffine",
     "Permutation",
+    "Planar",
+    "Radial",
     "Residual",
     "Reverse",
     "Sigmoid",
     "Standardise",
+    "Sylvester",
     "Transform",
 ]

@@ -44,7 +44,8 @@ class Residual(Transform):
     @torch.no_grad()
     def solve(self, z: Tensor, context: Tensor | None = None) -> Solution:
         """The inverse with its statistics; rows that failed are marked, not raised."""
-        return self.solver(lambda x: self.net(x, context), z, self.sigma)
+        prepare = getattr(self.net, "prepare", None)
+        return self.solver(prepare(context) if prepare else lambda x: self.net(x, context), z, self.sigma)
 
     @conditioned
     def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:

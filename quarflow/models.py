@@ -1,0 +1,493 @@
+"""Ready models: one function and one frozen configuration for each.
+
+>>> import quarflow as qf
+>>> flow = qf.models.quar(features=3, blocks=2, hidden=(8, 8))
+>>> flow.config.to_dict()["model"], flow.exact
+('quar', True)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from quarflow.bases import BASES, base
+from quarflow.checks import check_choice, check_count
+from quarflow.flow import Flow
+from quarflow.logdet import FullLogDet, RouletteLogDet, SeriesLogDet
+from quarflow.nn.dense import ContractiveNet
+from quarflow.nn.triangular import TriangularNet
+from quarflow.solvers import SOLVERS
+from quarflow.transforms.autoregressive import MaskedAffine
+from quarflow.transforms.base import Chain, Inverse, Transform
+from quarflow.transforms.bnaf import BNAF
+from quarflow.transforms.coupling import AdditiveCoupling, AffineCoupling
+from quarflow.transforms.elementwise import ActNorm, Affine, Standardise
+from quarflow.transforms.mixing import LULinear, Permutation, Reverse
+from quarflow.transforms.planar import Planar, Radial, Sylvester
+from quarflow.transforms.residual import Residual
+
+MIXINGS = ("reverse", "lu", "permute", None)
+REGISTRY: dict[str, type[ModelConfig]] = {}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What a model is made of: what `quarflow.save` writes beside the weights.
+
+    A subclass is a frozen dataclass with a ``name`` and `assemble`; it enters `REGISTRY` by itself.
+    """
+
+    name: ClassVar[str]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        REGISTRY[cls.name] = cls
+
+    def assemble(self) -> Flow:
+        """The flow of this configuration, with fresh weights."""
+        raise NotImplementedError(f"{type(self).__name__} must define assemble() -> Flow.")
+
+    def build(self) -> Flow:
+        """`assemble`, with the configuration attached."""
+        flow = self.assemble()
+        flow.config = self
+        return flow
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able: ``{"model": name, **fields}``."""
+        return {"model": self.name, **dataclasses.asdict(self)}
+
+
+def from_dict(options: dict[str, Any]) -> ModelConfig:
+    """The configuration that ``to_dict`` gave.
+
+    >>> from_dict({"model": "quar", "features": 2}).features
+    2
+    """
+    if not isinstance(options, dict) or "model" not in options:
+        raise ValueError(f"configuration: expected a dictionary with a 'model'; got {options!r}.")
+    options = dict(options)
+    kind = options.pop("model")
+    check_choice("model", kind, REGISTRY)
+    known = {f.name for f in dataclasses.fields(REGISTRY[kind])}
+    if unknown := set(options) - known:
+        raise ValueError(
+            f"configuration: model {kind!r} has no option {', '.join(map(repr, sorted(unknown)))}; "
+            f"it has {', '.join(sorted(known))}."
+        )
+    try:
+        return REGISTRY[kind](**{k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
+    except TypeError as error:  # a required option is missing
+        raise ValueError(f"configuration: {error}.") from None
+
+
+def _mixing(name: str | None, features: int) -> list[Transform]:
+    make: dict[str | None, Callable[[], list[Transform]]] = {
+        "reverse": lambda: [Reverse()],
+        "lu": lambda: [LULinear(features)],
+        "permute": lambda: [Permutation(torch.randperm(features))],
+        None: list,
+    }
+    return make[name]()
+
+
+@dataclass(frozen=True)
+class QuarConfig(ModelConfig):
+    """Options of `quar`."""
+
+    name: ClassVar[str] = "quar"
+
+    features: int
+    context: int = 0
+    blocks: int = 8
+    hidden: tuple[int, ...] = (64, 64)  # units per coordinate and layer
+    activation: str = "wave"  # its slope fills [-1, 1]; the paper: "elu"
+    lipschitz: str = "coordinate"  # the tightest; the paper: "network"
+    sigma: float = 0.97
+    trick: bool = True
+    bound: str | None = None  # "paths", or "gram" with lipschitz="network"
+    mixing: str | None = "reverse"
+    actnorm: bool = True  # a learnable scale and shift before every block
+    base: str = "normal"
+    solver: str = "newton"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hidden", tuple(self.hidden) if isinstance(self.hidden, list) else self.hidden)
+        check_count("features", self.features)
+        check_count("context", self.context, least=0)
+        check_count("blocks", self.blocks)
+        check_choice("mixing", self.mixing, MIXINGS)
+        check_choice("base", self.base, BASES)
+        check_choice("solver", self.solver, SOLVERS)
+
+    def assemble(self) -> Flow:
+        d = self.features
+        steps: list[Transform] = [Standardise(d)]
+        for i in range(self.blocks):
+            net = TriangularNet(
+                d, self.hidden, self.context, self.activation, self.lipschitz, self.sigma, self.trick, self.bound
+            )
+            steps += [ActNorm(d, self.context)] if self.actnorm else []
+            steps += [Residual(net, solver=SOLVERS[self.solver]())]
+            # No mixing behind the last block: the base does not see an order.
+            steps += _mixing(self.mixing, d) if i < self.blocks - 1 else []
+        steps += [Affine(d, self.context)]
+        return Flow(Chain(steps), base(self.base, (d,)), self.context)
+
+
+def quar(features: int, context: int = 0, **options: Any) -> Flow:
+    """A quasi-autoregressive residual flow for vectors (Gopal 2020): ``blocks`` times ``z = x + F(x)``.
+
+    ``F`` is a `quarflow.nn.triangular.TriangularNet`, so ``log_prob`` is exact:
+    ``log|det| = sum_i log(1 + dF_i/dx_i)``.
+
+    Args:
+        features: number of coordinates.
+        context: number of conditioning features, 0 for none.
+        **options: the fields of `QuarConfig`: ``blocks``, ``hidden`` (units per coordinate and layer), ``activation``,
+            ``lipschitz``, ``sigma``, ``trick``, ``bound``, ``mixing``, ``actnorm``, ``base``, ``solver``.
+
+    >>> quar(features=2, blocks=1, hidden=(4,)).log_prob(torch.zeros(1, 2)).shape
+    torch.Size([1])
+    """
+    return _config(QuarConfig, features=features, context=context, **options).build()
+
+
+def _config(kind: type[ModelConfig], **options: Any) -> ModelConfig:
+    return from_dict({"model": kind.name, **options})
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """What the models below share: ``blocks`` times actnorm, one `step`, mixing."""
+
+    features: int
+    context: int = 0
+    blocks: int = 8
+    mixing: str | None = "reverse"
+    actnorm: bool = True  # a learnable scale and shift before every step
+    base: str = "normal"
+
+    def __post_init__(self) -> None:
+        if isinstance(hidden := getattr(self, "hidden", None), list):
+            object.__setattr__(self, "hidden", tuple(hidden))
+        check_count("features", self.features)
+        check_count("context", self.context, least=0)
+        check_count("blocks", self.blocks)
+        check_choice("mixing", self.mixing, MIXINGS)
+        check_choice("base", self.base, BASES)
+
+    def step(self) -> Transform:
+        """One step of the flow, with fresh weights."""
+        raise NotImplementedError(f"{type(self).__name__} must define step() -> Transform.")
+
+    def assemble(self) -> Flow:
+        d = self.features
+        steps: list[Transform] = [Standardise(d)]
+        for i in range(self.blocks):
+            steps += [ActNorm(d, self.context)] if self.actnorm else []
+            steps += [self.step()]
+            steps += _mixing(self.mixing, d) if i < self.blocks - 1 else []
+        steps += [Affine(d, self.context)]
+        return Flow(Chain(steps), base(self.base, (d,)), self.context)
+
+
+@dataclass(frozen=True)
+class _Conditioned(_Stack):
+    hidden: tuple[int, ...] = (64, 64)  # units of each layer of the conditioner
+    activation: str = "relu"
+
+
+@dataclass(frozen=True)
+class MAFConfig(_Conditioned, ModelConfig):
+    """Options of `maf`."""
+
+    name: ClassVar[str] = "maf"
+
+    def step(self) -> Transform:
+        return MaskedAffine(self.features, self.context, self.hidden, self.activation)
+
+
+def maf(features: int, context: int = 0, **options: Any) -> Flow:
+    """A masked autoregressive flow (Papamakarios et al. 2017): ``blocks`` times `MaskedAffine`.
+
+    ``log_prob`` takes one pass of each network, a draw one for each coordinate.
+
+    Args:
+        features: number of coordinates.
+        context: number of conditioning features, 0 for none.
+        **options: the fields of `MAFConfig`: ``blocks``, ``hidden`` (units of each layer), ``activation``, ``mixing``,
+            ``actnorm``, ``base``.
+
+    >>> maf(features=2, blocks=1, hidden=(8,)).log_prob(torch.zeros(1, 2)).shape
+    torch.Size([1])
+    """
+    return _config(MAFConfig, features=features, context=context, **options).build()
+
+
+@dataclass(frozen=True)
+class IAFConfig(_Conditioned, ModelConfig):
+    """Options of `iaf`."""
+
+    name: ClassVar[str] = "iaf"
+
+    def step(self) -> Transform:
+        return Inverse(MaskedAffine(self.features, self.context, self.hidden, self.activation))
+
+
+def iaf(features: int, context: int = 0, **options: Any) -> Flow:
+    """An inverse autoregressive flow (Kingma et al. 2016): ``blocks`` times the inverse of `MaskedAffine`.
+
+    A draw takes one pass of each network, ``log_prob`` one for each coordinate.
+
+    Args:
+        features: number of coordinates.
+        context: number of conditioning features, 0 for none.
+        **options: the fields of `IAFConfig`: ``blocks``, ``hidden`` (units of each layer), ``activation``, ``mixing``,
+            ``actnorm``, ``base``.
+
+    >>> iaf(features=2, blocks=1, hidden=(8,)).log_prob(torch.zeros(1, 2)).shape
+    torch.Size([1])
+    """
+    return _config(IAFConfig, features=features, context=context, **options).build()
+
+
+@dataclass(frozen=True)
+class NICEConfig(_Conditioned, ModelConfig):
+    """Options of `nice`."""
+
+    name: ClassVar[str] = "nice"
+
+    def step(self) -> Transform:
+        return AdditiveCoupling(self.features, self.context, self.hidden, self.activation)
+
+
+def nice(features: int, context: int = 0, **options: Any) -> Flow:
+    """Non-linear independent components estimation (NICE, Dinh et al. 2014): ``blocks`` additive couplings.
+
+    With ``actnorm=False`` only the scale behind the last coupling changes volume, as published.
+
+    Args:
+        features: number of coordinates, at least 2.
+        context: number of conditioning features, 0 for none.
+        **options: the fields of `NICEConfig`: ``blocks``, ``hidden`` (units of each layer), ``activation``, ``mixing``,
+            ``actnorm``, ``base``.
+
+    >>> nice(features=2, blocks=1, hidden=(8,)).log_prob(torch.zeros(1, 2)).shape
+    torch.Size([1])
+    """
+    return _config(NICEConfig, features=features, context=context, **options).build()
+
+
+@dataclass(frozen=True)
+class RealNVPConfig(_Conditioned, ModelConfig):
+    """Options of `realnvp`."""
+
+    name: ClassVar[str] = "realnvp"
+
+    def step(self) -> Transform:
+        return AffineCoupling(self.features, self.context, self.hidden, self.activation)
+
+
+def realnvp(features: int, context: int = 0, **options: Any) -> Flow:
+    """RealNVP (Dinh et al. 2016): ``blocks`` affine couplings. Densities and draws take one pass of each network.
+
+    Args:
+        features: number of coordinates, at least 2.
+        context: number of conditioning features, 0 for none.
+        **options: the fields of `RealNVPConfig`: ``blocks``, ``hidden`` (units of each layer), ``activation``,
+            ``mixing``, ``actnorm``, ``base``.
+
+    >>> realnvp(features=2, blocks=1, hidden=(8,)).log_prob(torch.zeros(1, 2)).shape
+    torch.Size([1])
+    """
+    return _config(RealNVPConfig, features=features, context=context, **options).build()
+
+
+@dataclass(frozen=True)
+class PlanarConfig(_Stack, ModelConfig):
+    """Options of `planar`."""
+
+    name: ClassVar[str] = "planar"
+
+    blocks: int = 32  # each bends space along one direction only
+    mixing: str | None = None
+
+    def step(self) -> Transform:
+        return Planar(self.features, self.context)
+
+
+def planar(features: int, context: int = 0, **options: Any) -> Flow:
+    """A planar flow (Rezende & Mohamed 2015): ``blocks`` times ``z = x + u tanh(w.x + b)``.
+
+    Args:
+        features: number of coordinates.
+        context: number of conditioning features, 0 for none; ``u``, ``w`` and ``b`` are affine in it.
+        **options: the fields of `PlanarConfig`: ``blocks``, ``mixing``, ``actnorm``, ``base``.
+
+    >>> planar(features=2, blocks=1).log_prob(torch.zeros(1, 2)).shape
+    torch.Size([1])
+    """
+    return _config(PlanarConfig, features=features, context=context, **options).build()
+
+
+@dataclass(frozen=True)
+class RadialConfig(_Stack, ModelConfig):
+    """Options of `radial`."""
+
+    name: ClassVar[str] = "radial"
+
+    blocks: int = 32  # each moves points towards one centre or away from it
+    mixing: str | None = None
+
+    def step(self) -> Transform:
+        return Radial(self.features, self.context)
+
+
+def radial(features: int, context: int = 0, **options: Any) -> Flow:
+    """A radial flow (Rezende & Mohamed 2015): ``blocks`` times ``z = x + beta (x - x0) / (alpha + |x - x0|)``.
+
+    Args:
+        features: number of coordinates.
+        context: number of conditioning features, 0 for none; ``x0``, ``log alpha`` and what ``beta`` comes from are
+            affine in it.
+        **options: the fields of `RadialConfig`: ``blocks``, ``mixing``, ``actnorm``, ``base``.
+
+    >>> radial(features=2, blocks=1).log_prob(torch.zeros(1, 2)).shape
+    torch.Size([1])
+    """
+    return _config(RadialConfig, features=features, context=context, **options).build()
+
+
+@dataclass(frozen=True)
+class SylvesterConfig(_Stack, ModelConfig):
+    """Options of `sylvester`."""
+
+    name: ClassVar[str] = "sylvester"
+
+    blocks: int = 16
+    mixing: str | None = None
+    rank: int | None = None  # directions that a step bends; None: all features, at most 16
+
+    def step(self) -> Transform:
+        return Sylvester(self.features, self.context, self.rank)
+
+
+def sylvester(features: int, context: int = 0, **options: Any) -> Flow:
+    """A Sylvester flow (van den Berg et al. 2018): ``blocks`` times ``z = x + Q R tanh(S Q^T x + b)``.
+
+    Args:
+        features: number of coordinates.
+        context: number of conditioning features, 0 for none; every parameter of a step is affine in it.
+        **options: the fields of `SylvesterConfig`: ``blocks``, ``rank``, ``mixing``, ``actnorm``, ``base``.
+
+    >>> sylvester(features=2, blocks=1).log_prob(torch.zeros(1, 2)).shape
+    torch.Size([1])
+    """
+    return _config(SylvesterConfig, features=features, context=context, **options).build()
+
+
+@dataclass(frozen=True)
+class BNAFConfig(_Stack, ModelConfig):
+    """Options of `bnaf`."""
+
+    name: ClassVar[str] = "bnaf"
+
+    blocks: int = 4
+    hidden: tuple[int, ...] = (16, 16)  # units per coordinate and layer
+
+    def step(self) -> Transform:
+        return BNAF(self.features, self.context, self.hidden)
+
+
+def bnaf(features: int, context: int = 0, **options: Any) -> Flow:
+    """A block neural autoregressive flow (De Cao et al. 2019): ``blocks`` times a gated network with positive slopes.
+
+    Draws are by numbers, coordinate after coordinate, to a tolerance. Unlike the published one, the last block has its
+    gate too: without it the flow would be onto a box, and most draws of the base would have no inverse.
+
+    Args:
+        features: number of coordinates.
+        context: number of conditioning features, 0 for none.
+        **options: the fields of `BNAFConfig`: ``blocks``, ``hidden`` (units per coordinate and layer), ``mixing``,
+            ``actnorm``, ``base``.
+
+    >>> bnaf(features=2, blocks=1, hidden=(4,)).log_prob(torch.zeros(1, 2)).shape
+    torch.Size([1])
+    """
+    return _config(BNAFConfig, features=features, context=context, **options).build()
+
+
+LOGDETS = ("roulette", "full", "series")
+
+
+@dataclass(frozen=True)
+class ResidualConfig(_Stack, ModelConfig):
+    """Options of `residual`."""
+
+    name: ClassVar[str] = "residual"
+
+    mixing: str | None = None  # the networks mix the coordinates
+    hidden: tuple[int, ...] = (128, 128)  # units of each layer
+    activation: str = "lipswish"
+    sigma: float = 0.97
+    trick: bool = False
+    bound: str = "gram"  # certified; published: "power"
+    logdet: str = "roulette"
+    exact_terms: int = 2  # of the roulette in training, and `rate` more on average
+    distribution: str = "poisson"
+    rate: float = 2.0
+    eval_exact_terms: int = 20
+    gradient: str = "neumann"
+    memory_saving: bool = False  # less memory, more time: for wide networks
+    terms: int = 10  # of the truncated series
+    solver: str = "banach"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("logdet", self.logdet, LOGDETS)
+        check_choice("solver", self.solver, ("banach",))  # Newton needs a triangular Jacobian
+
+    def step(self) -> Transform:
+        net = ContractiveNet(
+            self.features, self.hidden, self.context, self.activation, self.sigma, self.trick, self.bound
+        )
+        logdet: torch.nn.Module = FullLogDet()
+        if self.logdet == "series":
+            logdet = SeriesLogDet(self.terms)
+        elif self.logdet == "roulette":
+            logdet = RouletteLogDet(
+                self.exact_terms,
+                self.distribution,
+                self.rate,
+                self.gradient,
+                self.memory_saving,
+                self.eval_exact_terms,
+            )
+        return Residual(net, logdet, SOLVERS[self.solver]())
+
+
+def residual(features: int, context: int = 0, **options: Any) -> Flow:
+    """A residual flow (Chen et al. 2019): ``blocks`` times ``z = x + F(x)``, ``F`` a contraction.
+
+    Its Jacobians are not triangular: ``log_prob`` is an unbiased estimate (``logdet="roulette"``), exact at the
+    price of D products (``"full"``), or truncated and biased (``"series"``); see `quarflow.logdet`.
+
+    Args:
+        features: number of coordinates.
+        context: number of conditioning features, 0 for none.
+        **options: the fields of `ResidualConfig`: ``blocks``, ``hidden`` (units of each layer), ``activation``,
+            ``sigma``, ``trick``, ``bound``, ``logdet``, ``exact_terms``, ``distribution``, ``rate``,
+            ``eval_exact_terms``, ``gradient``, ``memory_saving``, ``terms``, ``mixing``, ``actnorm``, ``base``,
+            ``solver``.
+
+    >>> flow = residual(features=2, blocks=1, hidden=(8,))
+    >>> flow.exact, residual(features=2, blocks=1, hidden=(8,), logdet="full").exact
+    (False, True)
+    """
+    return _config(ResidualConfig, features=features, context=context, **options).build()

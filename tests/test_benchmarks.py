@@ -1,0 +1,144 @@
+"""The benchmarks run, and what they write and claim to measure is what they say it is."""
+
+import importlib
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import __main__ as everything  # noqa: E402
+from benchmarks import harness, scaling  # noqa: E402
+
+KEYS = {
+    "benchmark",
+    "quick",
+    "date",
+    "commit",
+    "cpu",
+    "cores",
+    "threads",
+    "load",
+    "python",
+    "torch",
+    "packages",
+}
+
+
+def quick(name, folder, capsys):
+    """The result of a quick run, with what holds for every benchmark checked."""
+    importlib.import_module(f"benchmarks.{name}").main(["--quick", "--out", str(folder)])
+    text = (folder / f"{name}.json").read_text()
+    result = json.loads(text)
+    assert set(result) >= KEYS | {"settings", "rows"}
+    assert result["benchmark"] == name
+    assert result["quick"]
+    assert result["threads"] == 1
+    assert str(ROOT) not in text
+    assert os.uname().nodename not in text
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(lines) > 2
+    assert len({line.count(" | ") for line in lines}) == 1  # a table, every row of which is whole
+    assert everything.provenance(harness.load(folder / f"{name}.json")).startswith(result["cpu"])
+    return result
+
+
+def test_import_time(tmp_path, capsys):
+    result = quick("import_time", tmp_path, capsys)
+    assert [row["import"] for row in result["rows"]] == ["torch", "quarflow"]
+    assert result["loaded"] == []  # `import quarflow` loads torch alone
+
+
+def test_inverse(tmp_path, capsys):
+    rows = quick("inverse", tmp_path, capsys)["rows"]
+    assert {row["solver"] for row in rows} == {"newton", "banach", "bracketing"}
+    for row in rows:
+        eps = torch.finfo(getattr(torch, row["dtype"])).eps
+        assert row["failed"] == 0
+        assert row["residual"] < 1e3 * eps
+        assert row["round_trip"] < 1e4 * eps
+
+
+def test_scaling(tmp_path, capsys):
+    rows = quick("scaling", tmp_path, capsys)["rows"]
+    memory = {(row["call"], row["d"]): row["mebibytes"] for row in rows}
+    assert memory["forward", 4] < memory["forward", 8] < memory["forward and backward", 8]
+
+
+def test_vectors_cpu(tmp_path, capsys):
+    pytest.importorskip("zuko")
+    pytest.importorskip("normflows")
+    rows = quick("vectors_cpu", tmp_path, capsys)["rows"]
+    target = rows[0]["parameters"]
+    for row in rows:
+        assert abs(row["parameters"] - target) <= 0.05 * target
+        assert row["round_trip"] < 1e-2  # normflows stops its inverse early
+        assert row["live"] <= row["parameters"]
+    live = {row["model"]: row["live"] / row["parameters"] for row in rows}
+    assert live["QuAR"] < 1 == live["normflows residual"]
+
+
+def test_ratio_is_round_by_round():
+    slow, fast = [2.0, 20.0, 4.0], [1.0, 10.0, 2.0]  # a machine that was ten times slower for one round
+    assert harness.ratio(slow, fast) == harness.Spread(2.0, 2.0, 2.0)
+
+
+def test_interleave_calls_everything_once_a_round():
+    calls = []
+
+    def measure(name):
+        return lambda: calls.append(name) or float(len(calls))
+
+    found = harness.interleave({name: measure(name) for name in "abc"}, rounds=5, warmup=2)
+    assert len(calls) == 3 * 7
+    rounds = [calls[i : i + 3] for i in range(6, 21, 3)]
+    assert all(sorted(r) == ["a", "b", "c"] for r in rounds)
+    assert len({tuple(r) for r in rounds}) > 1
+    assert all(len(times) == 5 for times in found.values())
+
+
+def test_peak_memory_counts_what_lives_at_once():
+    def call():
+        a = torch.zeros(1000)
+        del a
+        b, c = torch.zeros(2000), torch.zeros(500)
+        return b.sum() + c.sum()
+
+    assert 10_000 <= scaling.peak_memory(call) < 10_100
+
+
+def test_exponent():
+    assert scaling.exponent([8, 16, 32], [3 * d**1.7 for d in (8, 16, 32)]) == pytest.approx(1.7)
+
+
+def test_results_are_numbers_that_json_knows(tmp_path):
+    options = harness.start("A test.", ["--quick", "--out", str(tmp_path)])
+    spread = harness.Spread.of([1.0, 2.0, 3.0])
+    path = harness.save(options, "test", {}, [{"time": spread}])
+    assert harness.load(path)["rows"] == [{"time": spread}]
+    with pytest.raises(ValueError, match="JSON"):
+        harness.save(options, "test", {}, [{"time": math.nan}])
+    with pytest.raises(TypeError, match="Module"):
+        harness.save(options, "test", {}, [{"time": nn.Module()}])
+    assert harness.load(path)["rows"] == [{"time": spread}]  # the result before is still whole
+
+
+def test_quick_results_are_not_kept():
+    with pytest.raises(SystemExit):
+        harness.start("A test.", ["--quick"])
+
+
+def test_the_tables_of_the_readme_are_those_of_the_results():
+    readme = everything.README.read_text()
+    assert readme == everything.with_tables(readme)
+    for path in harness.RESULTS.glob("*.json"):
+        result = harness.load(path)
+        assert not result["quick"]
+        assert result["benchmark"] == path.stem in everything.NAMES
