@@ -42,15 +42,16 @@ def network(
 
 
 def _blocks(weight: Tensor, features: int) -> Tensor:
-    """The diagonal blocks (features, out, in) as a view."""
-    grid = weight.view(features, len(weight) // features, features, -1)
-    return grid.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    """The diagonal blocks (features, out, in) of a contiguous weight, as a view made by one call."""
+    rows, columns = weight.shape
+    out, read = rows // features, columns // features
+    return weight.as_strided((features, out, read), (out * columns + read, columns, 1))
 
 
 def _forward(settings: Any, arrays: Sequence[Tensor], keep: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
     activations, masks, sigma, shared, trick = settings
     x, theta, *rest = arrays
-    features = len(x)
+    features = x.shape[0]
     weights, offsets = rest[: len(masks)], rest[len(masks) :]
     blocks = [_blocks(w, features) for w in weights]
     steepest = [blocks[0].abs()]

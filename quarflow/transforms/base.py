@@ -68,7 +68,7 @@ class Chain(Transform):
         return cast("list[Transform]", list(self.transforms))
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        ladj = x.new_zeros(len(x))
+        ladj = x.new_zeros(x.shape[0])
         for t in self.steps:
             x, step = t(x, context)
             ladj = ladj + step
@@ -76,7 +76,7 @@ class Chain(Transform):
 
     @conditioned
     def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        ladj = z.new_zeros(len(z))
+        ladj = z.new_zeros(z.shape[0])
         for t in reversed(self.steps):
             z, step = t.inverse(z, context)
             ladj = ladj + step

@@ -57,25 +57,23 @@ class Affine(Transform):
         """``(a, b)``, of shape (*features) or, with context, (batch, *features)."""
         if self.context is None or context is None:
             return self.log_scale, self.shift
-        a, b = (context @ self.context.mT).chunk(2, dim=1)
+        with torch.autocast(context.device.type, enabled=False):
+            a, b = (context @ self.context.mT).chunk(2, dim=1)
         return self.log_scale + a.reshape(-1, *self.shape), self.shift + b.reshape(-1, *self.shape)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        with torch.autocast(x.device.type, enabled=False):
-            a, b = self.parameters_at(context)
-            return torch.addcmul(b, a.exp(), x), _total(a, x, len(self.shape))
+        a, b = self.parameters_at(context)
+        return torch.addcmul(b, a.exp(), x), self._total(a, x)
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        with torch.autocast(z.device.type, enabled=False):
-            a, b = self.parameters_at(context)
-            return (z - b) * (-a).exp(), -_total(a, z, len(self.shape))
+        a, b = self.parameters_at(context)
+        return (z - b) * (-a).exp(), -self._total(a, z)
+
+    def _total(self, a: Tensor, x: Tensor) -> Tensor:
+        return a.flatten(1).sum(1) if a.ndim > len(self.shape) else a.sum().expand(x.shape[0])
 
     def extra_repr(self) -> str:
         return ", ".join(map(str, self.shape)) + ("" if self.context is None else f", context={self.context.shape[1]}")
-
-
-def _total(a: Tensor, x: Tensor, event_dims: int) -> Tensor:
-    return a.flatten(a.ndim - event_dims).sum(-1).expand(len(x))
 
 
 class ActNorm(Affine):
@@ -112,10 +110,10 @@ class Standardise(Transform):
         self.register_buffer("deviation", torch.ones(self.shape))
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return (x - self.mean) / self.deviation, -_total(self.deviation.log(), x, len(self.shape))
+        return (x - self.mean) / self.deviation, -self.deviation.log().sum().expand(x.shape[0])
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return z * self.deviation + self.mean, _total(self.deviation.log(), z, len(self.shape))
+        return z * self.deviation + self.mean, self.deviation.log().sum().expand(z.shape[0])
 
     @torch.no_grad()
     def initialise(self, x: Tensor, context: Tensor | None = None) -> Tensor:

@@ -26,10 +26,10 @@ class Permutation(Transform):
         self.register_buffer("order", order)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return x[:, self.order], x.new_zeros(len(x))
+        return x[:, self.order], x.new_zeros(x.shape[0])
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return z[:, self.order.argsort()], z.new_zeros(len(z))
+        return z[:, self.order.argsort()], z.new_zeros(z.shape[0])
 
     def extra_repr(self) -> str:
         return str(self.order.tolist())
@@ -43,7 +43,7 @@ class Reverse(Transform):
     """
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return x.flip(1), x.new_zeros(len(x))
+        return x.flip(1), x.new_zeros(x.shape[0])
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self.forward(z)
@@ -73,14 +73,14 @@ class LULinear(Transform):
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         with torch.autocast(x.device.type, enabled=False):
             lower, upper = self.factors()
-            return x @ (lower @ upper).mT + self.bias, self.log_diagonal.sum().expand(len(x))
+            return x @ (lower @ upper).mT + self.bias, self.log_diagonal.sum().expand(x.shape[0])
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         with torch.autocast(z.device.type, enabled=False):
             lower, upper = self.factors()
             y = torch.linalg.solve_triangular(lower, (z - self.bias).mT, upper=False, unitriangular=True)
             x = torch.linalg.solve_triangular(upper, y, upper=True).mT
-            return x, -self.log_diagonal.sum().expand(len(z))
+            return x, -self.log_diagonal.sum().expand(z.shape[0])
 
     def extra_repr(self) -> str:
         return str(self.features)

@@ -1,0 +1,216 @@
+"""The command line: ``quarflow COMMAND``, or ``python -m quarflow.cli COMMAND``.
+
+Exit codes: 0 done; 1 something failed while it ran; 2 the command is not right; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from enum import StrEnum
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="quarflow",
+    help="Exact-likelihood residual flows for PyTorch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """What the command ``quarflow`` runs."""
+    app()
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from quarflow import __version__
+
+        typer.echo(f"quarflow {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+class Figure(StrEnum):
+    """What `reproduce` reproduces."""
+
+    figure2 = "figure2"
+    figure3 = "figure3"
+    figures4_6 = "figures4-6"
+    all = "all"
+
+
+class Device(StrEnum):
+    """Where to train."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@app.command()
+def reproduce(
+    figure: Annotated[
+        Figure,
+        typer.Argument(
+            help="figure2: the Lipschitz Trick. figure3: log-density contours under three kinds of flow. "
+            "figures4-6: where the modes are after each transform.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option(file_okay=False, help="Folder of the results; the runs are kept in OUT/runs.")
+    ] = Path("reproduced"),
+    steps: Annotated[int, typer.Option(min=1, help="Updates of each model; a few hundred for a quick look.")] = 20_000,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each model, with seeds 0, 1, ...")] = 5,
+    models: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,...",
+            help="Only these of figure 3: maf, residual, quar, quar-coordinate.",
+            show_default="all of them",
+        ),
+    ] = "",
+    also: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,...",
+            help="More models for figure 3, such as nice, realnvp, planar, sylvester, bnaf; zuko:NSF for zuko's.",
+            show_default="none",
+        ),
+    ] = "",
+    batch_size: Annotated[int, typer.Option(min=1, help="Points of each update; no point is seen twice.")] = 256,
+    learning_rate: Annotated[float, typer.Option(help="At its peak: it warms up, then decays to zero.")] = 1e-3,
+    device: Annotated[Device, typer.Option(help="Where to train.")] = Device.cpu,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each a process with one thread.")] = 1,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Train anew what is finished or was cut.")] = False,
+) -> None:
+    """Reproduce the figures of the paper: pictures and their numbers.
+
+    Each writes FIGURE.json and PNG. A run that is finished is kept, and one that was cut goes on: Ctrl-C, and the
+    same command later, loses nothing.
+    """
+    experiments = _experiments()
+    if importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("reproduce draws with matplotlib: pip install 'quarflow[plots]'.")
+    every = tuple(f.value for f in Figure if f is not Figure.all)
+    try:
+        settings = experiments.Settings(
+            figures=every if figure is Figure.all else (figure.value,),
+            steps=steps,
+            seeds=seeds,
+            batch_size=batch_size,
+            learning_rate=learning_rate,
+            device=device.value,
+            models=_names(models),
+            also=_names(also),
+        )
+        out.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    console = Console(stderr=True)
+    board = _Board(console, [job for name in settings.figures for job in settings.jobs(name)])
+    try:
+        with _terminable(), board.shown():
+            failed, written = experiments.reproduce(settings, out, jobs, fresh, board.tell, console.print)
+    except experiments.Mismatch as error:
+        raise typer.BadParameter(str(error)) from error
+    except KeyboardInterrupt:
+        console.print("Interrupted. What is finished is kept; the same command goes on from here.")
+        raise typer.Exit(INTERRUPTED) from None
+    for path in written:
+        typer.echo(path)
+    if failed:
+        console.print(f"{len(failed)} of the runs failed: {'; '.join(map(str, failed))}.")
+        raise typer.Exit(1)
+
+
+def _experiments() -> ModuleType:
+    """The module that reproduces: it comes with quarflow, but quarflow does not depend on it."""
+    try:
+        return importlib.import_module("experiments.reproduce")
+    except ModuleNotFoundError as error:
+        if error.name not in ("experiments", "experiments.reproduce"):
+            raise
+        found = sys.modules.get("experiments")
+        other = f"the package 'experiments' in {list(found.__path__)} is another" if found else "it is not here"
+        raise typer.BadParameter(
+            f"reproduce needs the package 'experiments' that comes with quarflow: {other}. Run the command in the "
+            "repository, or install quarflow from it, and away from folders of that name."
+        ) from error
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """To be told to end, as by ``timeout``, is Ctrl-C."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Board:
+    """Progress: a bar for all updates and one for each run in hand; off a terminal, a line for each run that ends."""
+
+    def __init__(self, console: Console, jobs: list[Any]) -> None:
+        self.console = console
+        self.jobs = {job.stem: job for job in jobs}
+        self.bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self.tasks: dict[str, Any] = {}
+        self.ended = 0
+
+    def shown(self) -> Any:
+        return self.bars if self.console.is_terminal else nullcontext()
+
+    def tell(self, job: Any, state: str, value: Any) -> None:
+        """See `experiments.jobs`."""
+        if state == "started":
+            self.tasks[job.stem] = self.bars.add_task(str(job), total=job.steps)
+        elif state == "step":
+            self.bars.update(self.tasks[job.stem], completed=value)
+        else:
+            self.bars.remove_task(self.tasks.pop(job.stem))
+            self.ended += 1
+            text = f"{state}: {value}" if state == "failed" else state
+            if state == "finished":
+                text = f"{value['test_nats']:.4f} nats (true {value['true_nats']:.4f}), {value['seconds']:.0f} s"
+            self.console.print(f"{job}: {text}", highlight=False)
+
+
+if __name__ == "__main__":
+    main()
