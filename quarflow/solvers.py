@@ -19,9 +19,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,16 +56,16 @@ class Solution:
     diagonal: Tensor | None
     tolerance: float
 
-    def check(self, advice: str) -> Solution:
+    def check(self, advice: str, name: str = "a residual block") -> Solution:
         """Itself, or `NotConverged` if a row failed."""
         if not bool(self.converged.all()):
             failed = int((~self.converged).sum())
             finite = bool(torch.isfinite(self.residual).all())
             raise NotConverged(
-                f"the inverse of a residual block did not reach its tolerance of {self.tolerance:.1e} in {failed} of "
-                f"{len(self.converged)} rows: after {self.steps} steps the largest |x + F(x) - z| is "
+                f"the inverse of {name} did not reach its tolerance of {self.tolerance:.1e} in {failed} of "
+                f"{len(self.converged)} rows: after {self.steps} steps the largest |f(x) - z| is "
                 f"{self.residual.max().item():.1e}. "
-                + (advice if finite else "The network gave NaN or inf: look for them in its weights and in z."),
+                + (advice if finite else "Look for NaN or inf in the weights and in z."),
                 self,
             )
         return self
@@ -180,48 +180,105 @@ class Newton:
                 return value.flatten(1), None if diagonal is None else diagonal.flatten(1)
 
             s = self(flat_net, z.flatten(1), sigma)
-            diagonal = None if s.diagonal is None else s.diagonal.view(shape)
-            return Solution(s.x.view(shape), s.steps, s.residual, s.converged, diagonal, s.tolerance)
-        return self._solve(net, z, sigma)
+            return replace(s, x=s.x.view(shape), diagonal=cast("Tensor", s.diagonal).view(shape))
 
-    def _solve(self, net: Network, z: Tensor, sigma: float) -> Solution:
-        eps = torch.finfo(z.dtype).eps
-        tolerance = self.tolerance or default_tolerance(z.dtype)
-        features = z.shape[1]
-        # Newton or a halving at every second step: 2 * 70 steps take any bracket to neighbouring floats.
-        limit = self.max_steps or 20 + 140 * features
-        position = torch.arange(features, device=z.device)
-        x, low, high = z, torch.full_like(z, -torch.inf), torch.full_like(z, torch.inf)
-        size = torch.full_like(z, torch.inf)
-        stuck = torch.zeros_like(z, dtype=torch.bool)
-        for step in range(1, limit + 1):
+        def f(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             value, diagonal = net(x)
             if diagonal is None:
                 raise ValueError("solver: Newton needs a network with a Jacobian diagonal; got none. Use Banach().")
-            r = x + value - z
-            last, size = size, r.abs()
-            scale = _scale(x, value, z)
-            met = size <= tolerance * scale
-            slow = size > 0.5 * last
-            # Within the tolerance, but not yet at rounding: steps go on for as long as they help.
-            settled = (size <= 2 * eps * scale) | (met & slow) | stuck
-            if step == limit or bool(settled.all()):
-                break
-            first = settled.int().cumprod(1).sum(1, keepdim=True)  # the first coordinate that is not settled
-            here, ahead = position == first, position > first
-            # Its bracket, from certified slopes. Those of later coordinates wait until their predecessors rest.
+            return x + value, 1 + diagonal, torch.maximum(x.abs(), value.abs())
+
+        def bracket(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
             near, far = x - r / (1 + sigma), x - r / (1 - sigma)
-            low = torch.where(here, torch.maximum(low, torch.minimum(near, far)), low)
-            high = torch.where(here, torch.minimum(high, torch.maximum(near, far)), high)
-            new = x - r / (1 + diagonal)
-            outside = ~((new > low) & (new < high))
-            new = torch.where(here & (slow | outside), 0.5 * (low + high), new)
-            # At neighbouring floats nothing is left to halve. The residual, reported as it is, decides.
-            stuck = stuck | (here & ~(high - low > 2 * eps * x.abs()))
-            # Guesses ahead of their turn may run away: start them again rather than let inf spread.
-            new = torch.where(torch.isfinite(new) & (new.abs() < 1e6 * (1 + z.abs().amax())), new, z)
-            x = torch.where(here | (ahead & self.parallel), new, x)
-        return Solution(x, step, r.abs().amax(1), met.all(1), diagonal, tolerance)
+            return torch.minimum(near, far), torch.maximum(near, far)
+
+        start = z, torch.full_like(z, -torch.inf), torch.full_like(z, torch.inf)
+        s = solve_triangular(f, z, bracket, start, self.tolerance, self.max_steps, self.parallel)
+        return replace(s, diagonal=cast("Tensor", s.diagonal) - 1)
+
+
+def solve_triangular(
+    f: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]],
+    z: Tensor,
+    bracket: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    start: tuple[Tensor, Tensor, Tensor],
+    tolerance: float | None = None,
+    max_steps: int | None = None,
+    parallel: bool = True,
+) -> Solution:
+    """The root of ``f(x) = z`` for a lower triangular ``f`` with ``df_i/dx_i > 0``: Newton with a net under it.
+
+    Args:
+        f: gives its value, the slopes ``df_i/dx_i``, and the size of what it added up.
+        bracket: ``(x, r) -> (low, high)`` around the root, right for a coordinate whose predecessors rest.
+        start: a point, and bounds that hold for every coordinate at any time (infinite if there are none).
+
+    Each ``|f_i(x) - z_i|`` is brought to ``tolerance`` times the largest of 1, ``|f_i|``, ``|z_i|`` and that size, and
+    on to rounding for as long as steps help.
+    """
+    eps = torch.finfo(z.dtype).eps
+    tolerance = tolerance or default_tolerance(z.dtype)
+    # Newton or a halving at every second step: 2 * 70 steps take any bracket to neighbouring floats.
+    limit = max_steps or 20 + 140 * z.shape[1]
+    position = torch.arange(z.shape[1], device=z.device)
+    x, low, high = start
+    size = torch.full_like(z, torch.inf)
+    stuck = torch.zeros_like(z, dtype=torch.bool)
+    for step in range(1, limit + 1):
+        value, slope, added = f(x)
+        r = value - z
+        last, size = size, r.abs()
+        scale = torch.maximum(torch.maximum(value.abs(), z.abs()), added).clamp_min(1)
+        met = size <= tolerance * scale
+        slow = size > 0.5 * last
+        settled = (size <= 2 * eps * scale) | (met & slow) | stuck
+        if step == limit or bool(settled.all()):
+            break
+        first = settled.int().cumprod(1).sum(1, keepdim=True)  # the first coordinate that is not settled
+        here, ahead = position == first, position > first
+        # The brackets of later coordinates wait until their predecessors rest.
+        lowest, highest = bracket(x, r)
+        low = torch.where(here, torch.maximum(low, lowest), low)
+        high = torch.where(here, torch.minimum(high, highest), high)
+        new = x - r / slope
+        outside = ~((new > low) & (new < high))
+        new = torch.where((here & slow) | outside, 0.5 * low + 0.5 * high, new)
+        # At neighbouring floats nothing is left to halve. The residual, reported as it is, decides.
+        stuck = stuck | (here & ~((high - low > 2 * eps * x.abs()) & torch.isfinite(r)))
+        # Guesses ahead of their turn may run away: start them again rather than let inf spread.
+        new = torch.where(torch.isfinite(new) & (new.abs() < 1e6 * (1 + z.abs().amax())), new, start[0])
+        x = torch.where(here | (ahead & parallel), new, x)
+    return Solution(x, step, size.amax(1), met.all(1), slope, tolerance)
+
+
+@torch.no_grad()
+def solve_increasing(
+    f: Callable[[Tensor], tuple[Tensor, Tensor]], z: Tensor, low: Tensor, high: Tensor, name: str
+) -> Tensor:
+    """The root of ``f(x) = z`` in ``[low, high]``, or `NotConverged`; ``f`` triangular and increasing, of any slope.
+
+    ``f(x)`` gives its value and the slopes ``df_i/dx_i``; the sign of a residual narrows its bracket.
+
+    Shapes: (batch, D); ``low`` and ``high`` likewise, and valid whatever the other coordinates are.
+
+    >>> cube = lambda x: (x**3, 3 * x**2)
+    >>> x = solve_increasing(cube, torch.tensor([[8.0]]), torch.zeros(1, 1), torch.full((1, 1), 9.0), "cube")
+    >>> torch.allclose(x, torch.tensor(2.0))
+    True
+    """
+    # A root that sits on the edge is inside, whatever way it was rounded.
+    margin = 0.01 * (high - low) + 8 * default_tolerance(z.dtype) * z.abs().clamp_min(1)
+    low, high = low - margin, high + margin
+
+    def evaluate(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        value, slope = f(x)
+        return value, slope, slope * x.abs().clamp_min(1)
+
+    def bracket(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.where(r < 0, x, low), torch.where(r > 0, x, high)
+
+    start = torch.minimum(torch.maximum(z, low), high), low, high
+    return solve_triangular(evaluate, z, bracket, start).check("Use float64 (flow.double()).", name).x
 
 
 def Bracketing(tolerance: float | None = None, max_steps: int | None = None) -> Newton:
@@ -339,3 +396,20 @@ def implicit(net: Network, solution: Solution, z: Tensor) -> Tensor:
 
         y.register_hook(transposed_solve)
         return solution.x + (y - y.detach())
+
+
+def follow(x: Tensor, residual: Tensor, jacobian: Tensor) -> Tensor:
+    """``x`` with the gradient of the exact inverse: a Newton step of length zero, its Jacobian held constant.
+
+    ``residual = f(x) - z`` depends on ``z``, the parameters and the context through autograd, and not on ``x``. By
+    the implicit function theorem ``dx = -J^{-1} d(residual)``. First derivatives only.
+
+    Shapes: ``x`` and ``residual`` (batch, D), ``jacobian`` (batch or 1, D, D) lower triangular.
+
+    >>> z = torch.tensor([[8.0]], requires_grad=True)
+    >>> x = torch.tensor([[2.0]])
+    >>> torch.autograd.grad(follow(x, x**3 - z, torch.tensor([[[12.0]]])).sum(), z)[0].item()  # 1 / (3 x^2)
+    0.0833...
+    """
+    zero = (residual - residual.detach())[..., None]
+    return x - torch.linalg.solve_triangular(jacobian.detach(), zero, upper=False)[..., 0]

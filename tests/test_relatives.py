@@ -8,12 +8,11 @@ from torch import Tensor
 
 import quarflow as qf
 from quarflow.nn.masked import MADE, MaskedMLP, soft_clip
-from quarflow.solvers import NotConverged
+from quarflow.solvers import NotConverged, solve_increasing
 from quarflow.transforms import Chain, Transform
 from quarflow.transforms.autoregressive import MaskedAffine
 from quarflow.transforms.bnaf import BNAF, PositiveBlockLinear, log_matmul_exp
 from quarflow.transforms.coupling import AffineCoupling
-from quarflow.transforms.numerical import solve_increasing
 from quarflow.transforms.planar import LEAST_SLOPE, Planar, Radial, Sylvester
 
 CASES = [

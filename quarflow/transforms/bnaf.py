@@ -12,9 +12,8 @@ from torch.nn.functional import logsigmoid
 from quarflow.checks import check_count
 from quarflow.nn.masks import ranks, triangular_mask
 from quarflow.nn.triangular import diagonal_blocks, without_autocast
-from quarflow.solvers import conditioned
+from quarflow.solvers import conditioned, follow, solve_increasing
 from quarflow.transforms.base import Transform
-from quarflow.transforms.numerical import follow, solve_increasing
 
 
 def log_matmul_exp(a: Tensor, b: Tensor) -> Tensor:

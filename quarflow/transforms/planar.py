@@ -2,7 +2,7 @@
 
 Their papers define them for variational inference, from noise to a sample. Here, as everywhere, the closed form is
 data to noise, ``z = f(x)``. The inverse of a radial step is a quadratic equation; that of the others a triangular
-system of scalar equations in a few variables, each increasing, solved by `quarflow.transforms.numerical`.
+system of scalar equations in a few variables, each increasing, solved by `quarflow.solvers.solve_increasing`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from torch.nn.functional import linear, normalize, softplus
 from quarflow.checks import check_count
 from quarflow.nn.masked import soft_clip
 from quarflow.nn.triangular import without_autocast
-from quarflow.solvers import conditioned
+from quarflow.solvers import conditioned, follow, solve_increasing
 from quarflow.transforms.base import Transform
-from quarflow.transforms.numerical import follow, solve_increasing
 
 # Slopes stay above this. The papers' bound is 0, at which there is no inverse and which rounding does reach.
 LEAST_SLOPE = 0.01

@@ -1,0 +1,427 @@
+"""A small twin of every experiment, its command line, and what its numbers claim to be."""
+
+import copy
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+import quarflow as qf  # noqa: E402
+from experiments import figure2, figure3, figures4_6, jobs, readme, reproduce, synthetic  # noqa: E402
+from experiments.synthetic import Model  # noqa: E402
+from quarflow.cli import app  # noqa: E402
+from quarflow.data.toy import EightGaussians, GaussianMixture, TwoUniforms  # noqa: E402
+from quarflow.transforms import Affine, Chain, Reverse  # noqa: E402
+
+PNG = b"\x89PNG"
+NUMBERS = {"test_nats", "test_nats_se", "parameters", "step_ms"}
+
+
+def shrunk(models):
+    """The same models with one small hidden layer, and two flows in place of 16."""
+    found = {}
+    for name, model in models.items():
+        options = {**model.options, "hidden": (4,), "blocks": min(2, model.options["blocks"])}
+        found[name] = Model(model.label, options, model.optimizer)
+    return found
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setattr(figure2, "MODELS", shrunk(figure2.MODELS))
+    monkeypatch.setattr(figure3, "MODELS", shrunk(figure3.MODELS))
+    monkeypatch.setattr(synthetic, "TEST_POINTS", 200)
+    monkeypatch.setattr(synthetic, "CELLS", 40)
+    monkeypatch.setattr(reproduce, "ROUNDS", 3)
+
+
+def command(*words):
+    return CliRunner().invoke(app, ["reproduce", *map(str, words)])
+
+
+def times(folder):
+    return {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if "timing" not in path.name}
+
+
+def checked(folder, name):
+    """The result of a figure, with what holds for every one checked."""
+    text = (folder / f"{name}.json").read_text()
+    result = json.loads(text)
+    assert set(result) >= {"figure", "command", "hardware", "versions", "date", "commit", "settings", "models"}
+    assert str(ROOT) not in text
+    assert os.uname().nodename not in text
+    assert name in result["command"]
+    assert readme.section(result).startswith("## Figure")
+    return result
+
+
+def test_every_figure_is_reproduced_kept_and_made_again_with_fresh(tiny, tmp_path):
+    done = command("all", "--out", tmp_path, "--steps", 12, "--seeds", 2, "--batch-size", 32)
+    assert done.exit_code == 0, done.output
+    two, three, modes = (checked(tmp_path, name) for name in reproduce.FIGURES)
+
+    assert set(two["models"]) == {"trick", "no-trick", "paths"}
+    assert two["true_nats"] == pytest.approx(-math.log(2))
+    assert two["trick"]["parameters_added"] == 1
+    means = [two["models"][name]["test_nats"] for name in ("trick", "no-trick")]
+    assert two["trick"]["gap_nats"] == pytest.approx(means[0] - means[1])
+    assert len(two["trick"]["gaps"]) == 2
+    assert set(three["models"]) == {"maf", "residual", "quar", "quar-coordinate"}
+    for model in (*two["models"].values(), *three["models"].values()):
+        assert set(model) >= NUMBERS
+        assert model["step_ms"] > 0
+        assert len(model["seeds"]) == 2
+    assert three["models"]["maf"]["optimizer"] == "adamax"
+    assert three["settings"]["steps"] == 12
+    assert set(modes["models"]) == set(three["models"])
+    assert modes["settings"]["seeds"] == 1
+    pictures = [tmp_path / f"figure{n}.png" for n in range(2, 7)]
+    assert {tmp_path / model["picture"] for model in modes["models"].values()} >= set(pictures[2:])
+    for path in pictures:
+        assert path.read_bytes().startswith(PNG)
+        assert path.stat().st_size < 300_000
+        assert str(path) in done.output
+
+    before = times(tmp_path / "runs")
+    assert not any(name.endswith(".training") for name in before)
+    again = command("figure3", "--out", tmp_path, "--steps", 12, "--seeds", 2, "--batch-size", 32)
+    assert again.exit_code == 0
+    assert times(tmp_path / "runs") == before
+    assert {**three, "command": None} == {**checked(tmp_path, "figure3"), "command": None}
+    other = command("figure3", "--out", tmp_path, "--steps", 13, "--seeds", 2, "--batch-size", 32)
+    assert other.exit_code == 2
+    assert "--fresh" in other.output
+    fresh = command("figure2", "--out", tmp_path, "--steps", 13, "--seeds", 1, "--batch-size", 32, "--fresh")
+    assert fresh.exit_code == 0
+    changed = {name for name, when in times(tmp_path / "runs").items() if before.get(name) != when}
+    assert changed == {f"figure2-{m}-seed0.{end}" for m in two["models"] for end in ("json", "qf")}
+
+
+def test_other_models_join_figure_3(tiny, tmp_path):
+    words = ["--out", tmp_path, "--steps", 3, "--seeds", 1, "--batch-size", 16, "--models", "quar", "--also"]
+    done = command("figure3", *words, "nice, planar")
+    assert done.exit_code == 0, done.output
+    result = checked(tmp_path, "figure3")
+    assert list(result["models"]) == ["quar", "nice", "planar"]
+    assert result["models"]["quar"]["test_nats_se"] is None
+    assert result["command"].endswith("--models quar --also nice,planar")
+
+
+def test_a_flow_of_zuko_joins(tiny, tmp_path, monkeypatch):
+    pytest.importorskip("zuko")
+    small = Model("zuko's NSF", {"model": "zuko:NSF", "features": 2, "hidden_features": (4,), "transforms": 1})
+    assert figure3.also("zuko:NSF").options["model"] == "zuko:NSF"
+    monkeypatch.setattr(figure3, "also", lambda name: small)
+    words = ["--out", tmp_path, "--steps", 3, "--batch-size", 16, "--models", "quar", "--also", "zuko:NSF"]
+    done = command("figures4-6", *words)
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "figures4-6-zuko-NSF.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["figure9"], "figures4-6"),
+        (["figure3", "--models", "glow"], "quar-coordinate"),
+        (["figure3", "--also", "glow"], "nice"),
+        (["figure3", "--also", "zuko:Flow"], "zuko:NSF"),
+        (["figure2", "--also", "nice"], "figure3"),
+        (["figure2", "--steps", "0"], "steps"),
+        (["figure2", "--learning-rate", "-1"], "learning_rate"),
+        (["figure2", "--out", __file__], "file"),
+    ],
+)
+def test_a_command_that_is_not_right(words, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = command(*words)
+    assert done.exit_code == 2
+    assert says in done.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_version_and_help():
+    done = CliRunner().invoke(app, ["--version"])
+    assert (done.exit_code, done.output) == (0, f"quarflow {qf.__version__}\n")
+    assert "reproduce" in CliRunner().invoke(app, ["--help"]).output
+
+
+def test_without_the_experiments_the_command_says_so(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "experiments"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(ROOT))])
+    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if "editable" not in str(f)])
+    done = command("figure2")
+    assert done.exit_code == 2
+    assert "needs the package" in done.output
+
+
+def test_a_run_that_fails_is_told_and_the_others_go_on(tiny, tmp_path, monkeypatch):
+    whole = synthetic.build
+
+    def build(job):
+        flow = whole(job)
+        if job.name == "no-trick":
+            flow.register_forward_hook(lambda module, args, out: out * math.nan)
+        return flow
+
+    monkeypatch.setattr(synthetic, "build", build)
+    done = command("figure2", "--out", tmp_path, "--steps", 5, "--seeds", 1, "--batch-size", 16)
+    assert done.exit_code == 1
+    assert "TrainingDiverged" in done.output
+    assert (tmp_path / "runs" / "figure2-paths-seed0.qf").exists()
+    assert not (tmp_path / "figure2.json").exists()
+
+
+# Jobs.
+
+
+def small_job(steps=60, **changes):
+    model = Model("QuAR", {"model": "quar", "features": 1, "blocks": 1, "hidden": (4,)})
+    job = synthetic.Job("figure2", "small", model, "two_uniforms", 0, steps, 16, 1e-2)
+    return dataclasses.replace(job, **changes)
+
+
+def test_a_run_that_was_cut_goes_on_to_the_same_end(tiny, tmp_path):
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    job, seen = small_job(), []
+
+    def stop(trainer):
+        seen.append(trainer.step)
+        if trainer.step == 31 and len(seen) == 31:
+            signal.raise_signal(signal.SIGINT)
+
+    for folder in (cut, whole):
+        folder.mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        synthetic.train(job, cut, stop)
+    assert jobs.finished(job, cut) is None
+    assert (cut / f"{job.stem}.training").exists()
+    found = synthetic.train(job, cut, stop)
+    assert seen == list(range(1, 61))
+    assert {path.suffix for path in cut.iterdir()} == {".json", ".qf"}
+    twin = synthetic.train(job, whole, lambda trainer: None)
+    assert found["test_nats"] == twin["test_nats"]
+    assert jobs.finished(job, cut) == found
+
+
+def test_ctrl_c_leaves_what_is_finished(tiny, tmp_path, monkeypatch):
+    def stop(job, folder, show):
+        if job.name == "paths":
+            raise synthetic.Interrupted
+        return synthetic.train(job, folder, show)
+
+    monkeypatch.setattr(jobs, "train", stop)
+    words = ["figure2", "--out", tmp_path, "--steps", 5, "--seeds", 1, "--batch-size", 16]
+    done = command(*words)
+    assert done.exit_code == 130
+    assert "goes on" in done.output
+    monkeypatch.undo()
+    assert not (tmp_path / "figure2.json").exists()
+
+
+def test_jobs_side_by_side_are_those_one_by_one(tmp_path):
+    todo = [small_job(seed=seed) for seed in (0, 1)] + [small_job(name="broken", data="no such density")]
+    told = []
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    for folder, workers in ((alone, 1), (together, 2)):
+        failed = jobs.run(todo, folder, workers, lambda job, state, value: told.append((job, state, value)))
+        assert failed == [todo[2]]
+    for job in todo[:2]:
+        a, b = jobs.finished(job, alone), jobs.finished(job, together)
+        assert a["test_nats"] == b["test_nats"]
+        assert [state for j, state, _ in told if j == job and state != "step"] == ["started", "finished"] * 2
+    assert all("no such density" in value for job, state, value in told if state == "failed")
+
+
+def test_the_longest_jobs_go_first(tmp_path, monkeypatch):
+    order = []
+    monkeypatch.setattr(jobs, "train", lambda job, folder, show: order.append(job.name))
+    todo = [small_job(name=name) for name in ("short", "long")]
+    jobs.run(todo, tmp_path, cost={"figure2 short": 1.0, "figure2 long": 9.0})
+    assert order == ["long", "short"]
+
+
+def test_a_real_process_is_interrupted_with_its_state_on_disk(tmp_path):
+    words = ["reproduce", "figure2", "--out", str(tmp_path), "--steps", "20000", "--seeds", "1", "--jobs", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "quarflow.cli", *words], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    running = [tmp_path / "runs" / f"figure2-{name}-seed0.json" for name in ("trick", "no-trick")]
+    deadline = time.monotonic() + 100
+    while not all(path.exists() for path in running) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(1.5)
+    process.terminate()  # as `timeout` does
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "goes on" in said
+    for path in running:
+        assert path.with_suffix(".training").exists(), said
+
+
+# Numbers.
+
+
+def standard_normal(scale=1.0):
+    flow = qf.models.quar(2, blocks=1, hidden=(4,), actnorm=False)
+    affine = Affine(2)
+    affine.log_scale.data.fill_(-math.log(scale))
+    flow.transform = Chain([affine])
+    return flow.eval()
+
+
+def test_numbers_in_the_plane_are_those_of_two_gaussians(monkeypatch):
+    """``p = N(0, I)`` and ``q = N(0, 1.5^2 I)``, whose integrals outside a disc are known."""
+    truth, s = GaussianMixture([[0.0, 0.0]], scale=1.0), 1.5
+    monkeypatch.setattr(synthetic, "HALF_WIDTH", 9.0)
+    found = synthetic.plane(truth, standard_normal(s))
+    kl, reverse = 2 * math.log(s) + 1 / s**2 - 1, -2 * math.log(s) + s**2 - 1
+    assert found["grid_kl"] == pytest.approx(kl, abs=1e-4)
+    assert found["grid_reverse_kl"] == pytest.approx(reverse, abs=1e-4)
+    assert abs(found["kl_nats"] - kl) < 4 * found["kl_nats_points_se"]
+    assert found["grid_mass"] == pytest.approx(1, abs=1e-4)
+    # Outside the disc that holds 95%, r^2 = 2 log 20, with t = r^2 / 2: log p/q = 2 log s - t (1 - 1/s^2).
+    t = math.log(20)
+    mass_p, mass_q = 0.05, 0.05 ** (1 / s**2)
+    forward = mass_p * (2 * math.log(s) - (1 - 1 / s**2) * (t + 1))
+    backward = mass_q * (-2 * math.log(s) + (1 - 1 / s**2) * (t + s**2))
+    assert found["sparse_true_mass"] == pytest.approx(mass_p, abs=1e-3)
+    assert found["sparse_mass"] == pytest.approx(mass_q, abs=4e-3)
+    assert found["sparse_p_log_p_q"] == pytest.approx(forward, abs=2e-3)
+    assert found["sparse_q_log_q_p"] == pytest.approx(backward, abs=1e-2)
+    assert found["sparse_kl"] == pytest.approx(forward - mass_p + mass_q, abs=4e-3)
+    assert found["sparse_rank"] == pytest.approx(1, abs=1e-4)  # points of a grid tie
+
+
+def test_restricted_divergences_add_up_to_the_whole():
+    truth, flow, x = EightGaussians(), standard_normal(2.0), synthetic.grid(6.0, 120)
+    cell = 0.1**2
+    log_p, log_q = truth.log_prob(x), synthetic.log_density(synthetic.judge(flow), x)
+    part = log_p.exp() * (log_p - log_q) - log_p.exp() + log_q.exp()
+    here = synthetic.sparse(log_p, cell)
+    assert bool((part >= 0).all())
+    assert (log_p.exp()[here].sum() * cell).item() == pytest.approx(0.05, abs=1e-3)
+    assert log_p[here].max() <= log_p[~here].min()
+
+
+def test_mass_outside_of_the_support(monkeypatch):
+    monkeypatch.setattr(synthetic, "TEST_POINTS", 100)
+    flow = qf.models.quar(1, blocks=1, hidden=(4,))
+    flow.transform = Chain([])
+    inside = torch.special.ndtr(torch.tensor([2.0, 1.0])).diff().abs().item() * 2
+    assert synthetic.line(TwoUniforms(), flow)["mass_outside"] == pytest.approx(1 - inside, abs=2e-3)
+
+
+def test_the_judge_of_a_residual_flow_is_exact_and_has_its_weights():
+    flow = qf.models.residual(2, blocks=2, hidden=(8,)).eval()
+    x = torch.randn(500, 2)
+    mean, error = flow.log_prob_with_error(x, draws=64)
+    exact = synthetic.judge(flow).log_prob(x.double())
+    assert ((mean - exact).abs() < 6 * error + 1e-5).all()
+    assert synthetic.judge(flow).exact
+
+
+def test_stages_keep_axes_in_place_and_add_up():
+    flow = qf.models.maf(2, blocks=3, hidden=(8,)).double()
+    x, _ = figures4_6.points()
+    flow.initialise(x)
+    clouds = figures4_6.stages(flow, x)
+    z, ladj = flow.transform(x)
+    assert len(clouds) == 1 + 3 + 1
+    # Two reversals between three flows: the last cloud has its axes as the base sees them.
+    torch.testing.assert_close(clouds[-1].x, z)
+    torch.testing.assert_close(sum(stage.ladj for stage in clouds), ladj)
+    near = torch.cdist(clouds[1].x, clouds[0].x - x.mean(0))
+    assert near.shape == (len(x), len(x))
+    swapped = copy.deepcopy(flow)
+    swapped.transform = Chain([Reverse(), *[s for s in flow.transform.steps if isinstance(s, Affine)][:1]])
+    swapped.transform.steps[1].log_scale.data.zero_()
+    swapped.transform.steps[1].shift.data.zero_()
+    torch.testing.assert_close(figures4_6.stages(swapped, x)[-1].x, x)
+
+
+def test_a_flow_that_only_rescales_has_no_path_and_no_stretch_and_all_its_volume_in_place():
+    flow = standard_normal(3.0).double()
+    x, modes = figures4_6.points()
+    assert modes.bincount().min() > 100
+    clouds = figures4_6.stages(flow, x)
+    found = [figures4_6.numbers(flow, [clouds[0], *clouds], figures4_6.between())]
+    assert found[0]["path"] == pytest.approx(0, abs=1e-6)
+    assert found[0]["log_stretch"] == 0
+    assert found[0]["volume_share"] == pytest.approx(0, abs=1e-6)
+
+
+def test_parameters_are_those_the_paper_counts():
+    counts = {name: synthetic.parameters(model.build())[1] for name, model in figure2.MODELS.items()}
+    assert counts == {"trick": 33_414, "no-trick": 33_413, "paths": 33_414}
+    every = [synthetic.parameters(model.build())[1] for model in figure3.MODELS.values()]
+    assert max(every) < 1.02 * min(every)
+
+
+# README.
+
+
+def test_the_readme_is_that_of_the_results():
+    text = (readme.FOLDER / "README.md").read_text()
+    assert text == readme.with_results(text)
+    results = readme.FOLDER / "results"
+    for path in results.glob("*.json") if results.exists() else []:
+        result = json.loads(path.read_text())
+        assert result["settings"]["steps"] == 20_000
+        assert result["settings"]["seeds"] == (1 if path.stem == "figures4-6" else 5)
+        for model in result["models"].values():
+            assert (results / model.get("picture", f"{path.stem}.png")).stat().st_size < 300_000
+
+
+# The optimiser of the autoregressive flow.
+
+
+def test_adamax_is_that_of_torch():
+    x = torch.randn(64, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    torch.manual_seed(0)
+    flow = qf.models.maf(2, blocks=1, hidden=(4,)).double()
+    twin = copy.deepcopy(flow)
+    options = {"max_steps": 20, "batch_size": 64, "learning_rate": 1e-2, "clip": 0.5, "ema": 0.0, "warmup": 0.0}
+    qf.fit(flow, x, validation=0, optimizer="adamax", **options)
+    twin.initialise(x[qf.training.permutation(64, 0, 0)])
+    optimizer = torch.optim.Adamax(twin.parameters())
+    for step in range(20):
+        optimizer.zero_grad()
+        (-twin(x[qf.training.permutation(64, 0, step)]).mean()).backward()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+        optimizer.param_groups[0]["lr"] = 1e-2 * qf.training.schedule((step + 0.5) / 20, 0.0)
+        optimizer.step()
+    for ours, theirs in zip(flow.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+
+
+def test_adamax_leaves_weights_alone_where_a_step_is_not_finite():
+    x = torch.randn(64, 2)
+    flow = qf.models.maf(2, blocks=1, hidden=(4,))
+    calls = []
+    flow.register_forward_hook(lambda module, args, out: out * (math.nan if calls.append(0) or len(calls) > 1 else 1))
+    with pytest.raises(qf.TrainingDiverged):
+        qf.fit(flow, x, validation=0, optimizer="adamax", max_steps=30)
+    assert all(bool(torch.isfinite(p).all()) for p in flow.parameters())
+
+
+def test_progress_may_be_a_function():
+    seen = []
+    qf.fit(
+        qf.models.maf(2, blocks=1, hidden=(4,)), torch.randn(64, 2), max_steps=7, progress=lambda t: seen.append(t.step)
+    )
+    assert seen == list(range(1, 8))
+    with pytest.raises(ValueError, match="optimizer: expected one of 'adam', 'adamax'"):
+        qf.fit(qf.models.maf(2), torch.randn(64, 2), optimizer="sgd")
