@@ -257,13 +257,20 @@ class RouletteLogDet(Estimate):
         self.eval_exact_terms, self.eval_rate = eval_exact_terms, rate if eval_rate is None else eval_rate
         self.distribution, self.gradient = distribution, gradient
         self.memory_saving, self.per_row = memory_saving, per_row
+        self.held: Tensor | None = None  # weights to take in training, in place of a draw
 
     def weights(self, x: Tensor) -> Tensor:
-        """A draw of ``1(n >= k) / P(n >= k)`` for ``k = 1 .. max n``: (terms, batch or 1)."""
+        """`draw` for the rows of ``x``, in its dtype and on its device, or what is ``held`` in training."""
+        if self.held is not None and self.training:
+            return self.held
+        return self.draw(len(x)).to(x.device, x.dtype)
+
+    def draw(self, rows: int) -> Tensor:
+        """A draw of ``1(n >= k) / P(n >= k)`` for ``k = 1 .. max n``: (terms, rows or 1), float64."""
         exact, rate = (self.exact_terms, self.rate) if self.training else (self.eval_exact_terms, self.eval_rate)
         # The number of terms is needed on the host: drawn there, nothing waits for the device.
         device = "cpu" if self.generator is None else self.generator.device
-        mean = torch.full((max(1, len(x)) if self.per_row else 1,), rate, dtype=torch.float64, device=device)
+        mean = torch.full((max(1, rows) if self.per_row else 1,), rate, dtype=torch.float64, device=device)
         if self.distribution == "poisson":
             n = torch.poisson(mean, generator=self.generator)
         else:
@@ -273,7 +280,7 @@ class RouletteLogDet(Estimate):
             reached = torch.special.gammainc(k.clamp_min(0), mean[:1])
         else:
             reached = (rate / (1 + rate)) ** k.clamp_min(0)
-        return ((k <= n) / reached).to(x.device, x.dtype)
+        return (k <= n) / reached
 
     def forward(self, net: nn.Module, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """``(F(x), ladj)``."""

@@ -251,7 +251,10 @@ class Trainer:
         torch.maximum(self._failed, (~torch.isfinite(norm + loss)).float(), out=self._failed)
         self._finite += 1 - self._failed
         self._loss += loss
-        scale = (norm / (self.options.clip or math.inf)).clamp_min(1)
+        self._apply(grads, (norm / (self.options.clip or math.inf)).clamp_min(1))
+
+    def _apply(self, grads: list[Tensor], scale: Tensor) -> None:
+        """The optimiser's step with gradients over ``scale``; nothing, once a step has failed."""
         if self.fused:
             # As torch.amp does: the kernel divides gradients by the one, and is idle if the other is set.
             self.optimizer.grad_scale, self.optimizer.found_inf = scale, self._failed

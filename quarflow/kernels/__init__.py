@@ -10,7 +10,7 @@ import os
 import torch
 from torch import Tensor
 
-from quarflow.checks import is_traced
+from quarflow.checks import is_transformed
 
 
 def usable(x: Tensor) -> bool:
@@ -19,7 +19,7 @@ def usable(x: Tensor) -> bool:
     Under `torch.compile` and `torch.func` the readable references run, which these can look into.
     """
     return not (
-        is_traced(x)
+        is_transformed(x)
         or torch.is_autocast_enabled(x.device.type)
         or torch.autograd.forward_ad._current_level >= 0
         or os.environ.get("QUARFLOW_KERNELS") == "0"
