@@ -61,12 +61,9 @@ def is_traced(x: Tensor) -> bool:
     >>> is_traced(torch.zeros(1)), torch.func.vmap(lambda x: x + is_traced(x))(torch.zeros(1))
     (False, tensor([1.]))
     """
-    return is_transformed(x) or (x.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def is_transformed(x: Tensor) -> bool:
-    """Whether ``x`` is an argument inside `torch.compile` or a `torch.func` transform."""
-    return torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x)
+    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return True
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def check_tensor(name: str, x: object, event_shape: tuple[int, ...], like: Tensor) -> None:

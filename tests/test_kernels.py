@@ -60,7 +60,7 @@ def test_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert usable(x)
     with torch.autocast("cpu", torch.bfloat16):
         assert not usable(x)
-    seen = []
+    seen: list[bool] = []
     torch.func.vmap(lambda x: (seen.append(usable(x)), x)[1])(x)
     assert seen == [False]
     with torch.autograd.forward_ad.dual_level():

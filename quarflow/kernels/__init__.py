@@ -10,8 +10,6 @@ import os
 import torch
 from torch import Tensor
 
-from quarflow.checks import is_transformed
-
 
 def usable(x: Tensor) -> bool:
     """Whether fast paths may run on ``x``: plain eager mode in the dtype of ``x``, and not turned off.
@@ -19,7 +17,8 @@ def usable(x: Tensor) -> bool:
     Under `torch.compile` and `torch.func` the readable references run, which these can look into.
     """
     return not (
-        is_transformed(x)
+        torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.is_autocast_enabled(x.device.type)
         or torch.autograd.forward_ad._current_level >= 0
         or os.environ.get("QUARFLOW_KERNELS") == "0"

@@ -32,6 +32,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quarflow.kernels import bounds as fast
+from quarflow.kernels import usable
+
 LIPSCHITZ = ("network", "diagonal", "coordinate")
 BOUNDS = ("paths", "gram", "power")
 
@@ -88,14 +91,24 @@ def gram_norm(weight: Tensor, slack: float = 0.01) -> Tensor:
     >>> gram_norm(torch.tensor([[0.0, 1.0], [0.0, 0.0]])).item() >= 1.0
     True
     """
+    if min(weight.shape[-2:]) == 1:
+        return (weight.square().sum((-2, -1)) + torch.finfo(weight.dtype).tiny).sqrt() * safety([weight])
+    return fast.gram_norm(weight, slack) if usable(weight) else gram_powers(weight, slack)[0]
+
+
+def gram_powers(weight: Tensor, slack: float) -> tuple[Tensor, list[Tensor]]:
+    """`gram_norm` of matrices of a rank above one, and ``G, G^2, G^4 ..`` up to the last square, each up to a factor.
+
+    >>> [p.shape for p in gram_powers(torch.ones(2, 3), slack=0.5)[1]]
+    [torch.Size([2, 2])]
+    """
     rank = min(weight.shape[-2:])
     tiny = torch.finfo(weight.dtype).tiny
-    if rank == 1:
-        return (weight.square().sum((-2, -1)) + tiny).sqrt() * safety([weight])
     # The largest entry goes first, so that squares neither overflow nor vanish.
     peak = weight.detach().abs().amax((-2, -1)).clamp_min(tiny)
     power = weight / peak[..., None, None]
     power = power @ power.mT if weight.shape[-2] < weight.shape[-1] else power.mT @ power
+    powers = []
     squarings = max(0, math.ceil(math.log2(math.log(rank) / math.log1p(slack)) - 2))
     log_norm = torch.zeros_like(peak)
     for t in range(squarings):
@@ -105,9 +118,11 @@ def gram_norm(weight: Tensor, slack: float = 0.01) -> Tensor:
             trace = power.detach().diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(tiny)
             power = power / trace[..., None, None]
             log_norm = log_norm + trace.log() / 2 ** (t + 1)
+        powers.append(power)
         power = power @ power
+    powers.append(power)
     log_norm = log_norm + (power.square().sum((-2, -1)) + tiny).log() / 2 ** (squarings + 2)
-    return peak * log_norm.exp() * safety([weight])
+    return peak * log_norm.exp() * safety([weight]), powers
 
 
 def power_norm(weight: Tensor, tolerance: float = 1e-3, max_steps: int = 200) -> Tensor:
