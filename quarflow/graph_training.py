@@ -1,12 +1,14 @@
 """Training steps captured as CUDA graphs: small flows are bound by launches, and a graph has one.
 
 A step of a flow is a few thousand kernels of some microseconds. A `GraphTrainer` captures it once and replays it, on a
-stream of its own, so that several of them, in turn, fill a device that none of them could (`run_together`).
+stream of its own, so that several of them, in turn, fill a device that none of them could (`run_together`). On a CPU
+it takes the same steps, one after the other, without a graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,49 +22,44 @@ if TYPE_CHECKING:
     from quarflow.flow import Flow
 
 WARM_UP = 5  # steps without a graph: what is made at the first step must be there when one is captured
-MOST_TERMS = 10  # of a series in a graph; a step that draws more runs without it
+SIZES = (5, 10)  # terms of a series in a graph, one graph for each; a step that draws more runs without one
 
 
 class GraphTrainer(Trainer):
     """A `Trainer` whose step is one CUDA graph.
 
     What changes from step to step is in tensors that are written before: the rows, the learning rate, the decay of the
-    averages, and the weights of the series that `RouletteLogDet` draws on the host. The graph has `MOST_TERMS` terms,
-    those that a draw leaves out weigh nothing.
+    averages, and the weights of the series that `RouletteLogDet` draws on the host: one draw for all blocks of a step,
+    which leaves each of them unbiased. A graph has some more terms than a draw; those weigh nothing.
     """
 
     def __init__(self, flow: Flow, train: Rows, validation: Rows | None, options: Options) -> None:
-        device = train.x.device
-        if device.type != "cuda":
-            raise ValueError(f"train: expected data on a CUDA device to capture graphs; got {device}. Use Trainer.")
         super().__init__(flow, train, validation, options)
-        self.stream = torch.cuda.Stream(device)
+        device = train.x.device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         for group in self.optimizer.param_groups:
-            group["capturable"] = True
+            group["capturable"] = self.stream is not None
         self._place = torch.zeros(self.batch_size, dtype=torch.long, device=device)
         self._keep = torch.zeros((), device=device)
         self._draws = [m for m in flow.modules() if isinstance(m, RouletteLogDet)]
-        self._graph: torch.cuda.CUDAGraph | None = None
-        for m in self._draws:
-            m.held = torch.zeros(MOST_TERMS, 1, dtype=train.x.dtype, device=device)
+        self._weights = {n: torch.zeros(n, 1, dtype=train.x.dtype, device=device) for n in SIZES}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    def queued(self) -> AbstractContextManager[object]:
+        """Within it, work goes to the stream of this trainer."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def advance(self) -> None:
-        """The next step of the run, queued on the stream of this trainer."""
-        with torch.cuda.stream(self.stream):
+        """The next step of the run, `queued`."""
+        with self.queued():
             self._set_inputs()
-            if not self._set_draws():
-                held = [m.held for m in self._draws]
-                for m in self._draws:
-                    m.held = None
-                self._body()
-                for m, buffer in zip(self._draws, held, strict=True):
-                    m.held = buffer
-            elif self.step < WARM_UP:
+            size = self._set_draws()
+            if size is None or self.step < WARM_UP or self.stream is None:
                 self._body()
             else:
-                if self._graph is None:
-                    self._capture()
-                self._graph.replay()  # type: ignore[union-attr]
+                if size not in self._graphs:
+                    self._capture(size)
+                self._graphs[size].replay()
             self.step += 1
             if self.step % LOG_EVERY == 0:
                 self.log()
@@ -72,17 +69,17 @@ class GraphTrainer(Trainer):
         self._place.copy_(self.rows(self.step))
         self._keep.fill_(1 - min(self.options.ema, (1 + self.step) / (10 + self.step)))
 
-    def _set_draws(self) -> bool:
-        """Draws the weights of every series; False if one has more terms than the graph."""
+    def _set_draws(self) -> int | None:
+        """Draws the weights of the series: the size of the graph that has room for them, if there is one."""
         if not self._draws:
-            return True
-        drawn = [m.draw(self.batch_size) for m in self._draws]
-        if max(map(len, drawn)) > MOST_TERMS:
-            return False
-        padded = torch.stack([pad(w, (0, 0, 0, MOST_TERMS - len(w))) for w in drawn])
-        for m, w in zip(self._draws, padded.to(self._keep.device, self.train.x.dtype).unbind(), strict=True):
-            m.held.copy_(w)  # type: ignore[union-attr]
-        return True
+            return SIZES[0]
+        drawn = self._draws[0].draw(self.batch_size)
+        size = next((n for n in SIZES if n >= len(drawn)), None)
+        if size is not None:
+            drawn = self._weights[size].copy_(pad(drawn, (0, 0, 0, size - len(drawn))))
+        for m in self._draws:
+            m.held = drawn.to(self._keep.device, self.train.x.dtype)
+        return size
 
     def _body(self) -> None:
         self.update(self.train[self._place])
@@ -99,17 +96,18 @@ class GraphTrainer(Trainer):
         torch._foreach_div_(grads, scale.nan_to_num(1.0))
         self.optimizer.step()
 
-    def _capture(self) -> None:
+    def _capture(self, size: int) -> None:
         self.optimizer.zero_grad()
-        self.stream.synchronize()
+        torch.cuda.current_stream().synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self.stream):
             self._body()
-        self._graph = graph
+        self._graphs[size] = graph
 
     def finish(self) -> None:
         """As `Trainer.finish`, when the stream has run dry; the flow draws for itself again."""
-        self.stream.synchronize()
+        if self.stream is not None:
+            self.stream.synchronize()
         for m in self._draws:
             m.held = None
         super().finish()
@@ -125,7 +123,7 @@ def run_together(trainers: Sequence[GraphTrainer], show: Callable[[int], object]
             trainer.advance()
         show(step + 1)
     for trainer in trainers:
-        with torch.cuda.stream(trainer.stream):
+        with trainer.queued():
             trainer.log()
         trainer.history.stopped = "max_steps"
         trainer.finish()

@@ -1,0 +1,89 @@
+"""Steps as CUDA graphs against plain ones. Without a GPU the same steps run without a graph: CI has that twin."""
+
+import copy
+
+import pytest
+import torch
+
+from quarflow.flow import Flow
+from quarflow.graph_training import SIZES, GraphTrainer, run_together
+from quarflow.logdet import RouletteLogDet
+from quarflow.models import quar, residual
+from quarflow.training import Options, Rows, Trainer
+
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+STEPS = 30
+
+
+def rows(device: str) -> Rows:
+    x = torch.randn(400, 2, generator=torch.Generator().manual_seed(1))
+    return Rows((x @ torch.tensor([[2.0, 1.0], [0.0, 0.3]]) + 1).to(device))
+
+
+def options(**more) -> Options:
+    return Options(max_steps=STEPS, batch_size=64, learning_rate=1e-2, patience=None, **more)
+
+
+def start(flow: Flow, data: Rows) -> Flow:
+    return flow.to(data.x.device).initialise(data.x).train()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("optimizer", ["adam", "adamax"])
+@pytest.mark.parametrize("lipschitz", ["network", "coordinate"])
+def test_the_same_weights_as_plain_steps(device, optimizer, lipschitz):
+    data = rows(device)
+    plain = start(quar(2, blocks=2, hidden=(8,), lipschitz=lipschitz), data)
+    flows = [copy.deepcopy(plain) for _ in range(2)]
+    trainer = Trainer(plain, data, None, options(optimizer=optimizer))
+    for _ in range(STEPS):
+        trainer.advance()
+    trainer.finish()
+    together = [GraphTrainer(flow, data, None, options(optimizer=optimizer)) for flow in flows]
+    run_together(together)
+    for each in together:
+        assert each.history.stopped == "max_steps"
+        assert each.history.loss == pytest.approx(trainer.history.loss, rel=1e-4)
+        for name, t in plain.state_dict().items():
+            torch.testing.assert_close(each.flow.state_dict()[name], t, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_random_log_determinants_are_drawn_anew_at_every_step(device):
+    data = rows(device)
+    flow = start(residual(2, blocks=2, hidden=(8,)), data)
+    trainer = GraphTrainer(flow, data, None, options())
+    draws = [m for m in flow.modules() if isinstance(m, RouletteLogDet)]
+    seen = set()
+    for _ in range(STEPS):
+        trainer.advance()
+        held = draws[0].held
+        assert all(m.held is held for m in draws)
+        assert len(held) in SIZES or len(held) > max(SIZES)
+        seen.add(tuple(held.flatten().tolist()))
+    assert len(seen) > 3
+    trainer.finish()
+    assert all(m.held is None for m in draws)
+    assert bool(flow.log_prob(data.x).isfinite().all())
+
+
+def test_terms_beyond_a_draw_weigh_nothing():
+    logdet = RouletteLogDet().train()
+    drawn = logdet.draw(5).float()
+    x = torch.randn(5, 2)
+
+    def value(weights):
+        logdet.held = weights
+        torch.manual_seed(3)
+        return logdet(lambda x, context: (x.flip(1) / 2, None), x)[1]
+
+    padded = torch.nn.functional.pad(drawn, (0, 0, 0, max(SIZES) - len(drawn)))
+    torch.testing.assert_close(value(padded), value(drawn), rtol=0, atol=0)
+
+
+def test_runs_of_different_lengths_are_refused():
+    data = rows("cpu")
+    flows = [start(quar(2, blocks=1, hidden=(4,)), data) for _ in range(2)]
+    lengths = [Options(max_steps=n, batch_size=64) for n in (3, 4)]
+    with pytest.raises(ValueError, match="trainers: expected the same max_steps in all; got"):
+        run_together([GraphTrainer(f, data, None, o) for f, o in zip(flows, lengths, strict=True)])
