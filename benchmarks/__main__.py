@@ -1,0 +1,60 @@
+"""All benchmarks, one after the other, then the tables of README.md: ``python -m benchmarks``.
+
+``python -m benchmarks --tables`` only writes the tables, from the results that are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import RESULTS, ROOT, load
+
+NAMES = ("import_time", "vectors_cpu", "inverse", "scaling")
+README = Path(__file__).resolve().parent / "README.md"
+MARK = "<!-- tables: written by `python -m benchmarks --tables` -->"
+
+
+def tables() -> str:
+    """The tables of every committed result, each under where and when it was measured."""
+    parts = []
+    for name in NAMES:
+        path = RESULTS / f"{name}.json"
+        if path.exists():
+            result = load(path)
+            shown: str = importlib.import_module(f"benchmarks.{name}").show(result)
+            parts.append(f"### {name}\n{provenance(result)}\n\n{shown}")
+    return "\n\n".join(parts)
+
+
+def with_tables(readme: str) -> str:
+    """The text of the README, with the tables of the results behind the mark."""
+    return f"{readme.partition(MARK)[0]}{MARK}\n\n{tables()}\n"
+
+
+def provenance(result: dict[str, Any]) -> str:
+    """One line: hardware, versions, date and commit."""
+    versions = {"Python": result["python"], "torch": result["torch"], **result["packages"]}
+    return (
+        f"{result['cpu']}, {result['threads']} thread on {result['cores']} cores (load {result['load']}); "
+        f"{', '.join(f'{name} {v}' for name, v in versions.items())}; "
+        f"{result['date']}; commit `{result['commit']}`"
+    )
+
+
+def main() -> None:
+    """Runs each benchmark in a process of its own."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--tables", action="store_true", help="measure nothing")
+    if not parser.parse_args().tables:
+        for name in NAMES:
+            subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], cwd=ROOT, check=True)
+    README.write_text(with_tables(README.read_text()))
+
+
+if __name__ == "__main__":
+    main()
