@@ -1,0 +1,11 @@
+"""The figures of the paper, reproduced: ``quarflow reproduce`` on the command line, see experiments/README.md.
+
+================  ==========================================================================================
+`synthetic`       one model, one seed: training, its numbers, where they come from
+`jobs`            many of these, side by side, kept once they are finished
+`figure2` ..      which models a figure compares, its numbers and its picture
+`readme`          the tables of the README, from the results
+================  ==========================================================================================
+
+These modules import quarflow; nothing in quarflow needs them but the command ``reproduce``.
+"""

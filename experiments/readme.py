@@ -1,0 +1,231 @@
+"""The numbers of README.md, from the results that are committed: ``python -m experiments.readme``.
+
+Everything behind the mark is written here, so that no number or verdict in it can be older than its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments import figure2, figure3, figures4_6
+from experiments.synthetic import read_json
+
+FOLDER = Path(__file__).resolve().parent
+MARK = "<!-- results: written by `python -m experiments.readme` -->"
+MODULES = (figure2, figure3, figures4_6)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown.
+
+    >>> print(table(["a", "b"], [["1", "2"]]))
+    | a | b |
+    | --- | --- |
+    | 1 | 2 |
+    """
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
+
+
+def with_error(model: dict[str, Any], key: str, digits: int) -> str:
+    """A mean over seeds with its standard error, if there is one.
+
+    >>> with_error({"kl": 0.1234, "kl_se": 0.01}, "kl", 3), with_error({"kl": 0.1, "kl_se": None}, "kl", 2)
+    ('0.123 ± 0.010', '0.10')
+    """
+    error = model.get(f"{key}_se")
+    return f"{model[key]:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
+
+
+def better(one: dict[str, Any], other: dict[str, Any], key: str, sign: int) -> bool | None:
+    """Whether ``one`` has more (``sign`` 1) or less (-1) by two standard errors; None where they are too close.
+
+    >>> a, b = {"kl": 1.0, "kl_se": 0.1}, {"kl": 2.0, "kl_se": 0.1}
+    >>> better(a, b, "kl", -1), better(a, b, "kl", 1), better(a, a, "kl", 1)
+    (True, False, None)
+    """
+    gap = sign * (one[key] - other[key])
+    error = ((one.get(f"{key}_se") or 0.0) ** 2 + (other.get(f"{key}_se") or 0.0) ** 2) ** 0.5
+    return None if abs(gap) <= 2 * error else gap > 0
+
+
+def verdict(found: Mapping[str, bool | None]) -> str:
+    """In a word whether a claim holds, and by which measures.
+
+    >>> verdict({"mass": True, "rank": None})
+    'Holds in part: by mass; undecided by rank.'
+    """
+    words = {True: "by {}", False: "not by {}", None: "undecided by {}"}
+    parts = [
+        words[answer].format(", ".join(names))
+        for answer in words
+        if (names := [name for name, each in found.items() if each is answer])
+    ]
+    answers = set(found.values())
+    head = "Holds" if answers == {True} else "Does not hold" if answers == {False} else "Holds in part"
+    head = "Undecided" if answers == {None} else "Does not hold" if True not in answers else head
+    return f"{head}: {'; '.join(parts)}."
+
+
+def of_figure2(result: dict[str, Any]) -> str:
+    """Table and verdict of figure 2."""
+    models, trick = result["models"], result["trick"]
+    head = ["block", "parameters", "test nats", "below the true density", "mass where there is none", "step, ms"]
+    rows = [
+        [
+            model["label"],
+            f"{model['parameters']:,}",
+            with_error(model, "test_nats", 4),
+            with_error(model, "kl_nats", 4),
+            with_error(model, "mass_outside", 3),
+            f"{model['step_ms']:.1f}",
+        ]
+        for model in models.values()
+    ]
+    rows.append(["the true density", "", f"{result['true_nats']:.4f}", "", "", ""])
+    error = "" if trick["gap_nats_se"] is None else f" ± {trick['gap_nats_se']:.4f}"
+    won, size = sum(gap > 0 for gap in trick["gaps"]), models["trick"]["parameters"]
+    verdicts = [
+        f"*{figure2.CLAIM}* {'Holds' if won == len(trick['gaps']) else 'Does not hold in every seed'}: with the trick "
+        f"the test log-likelihood is {trick['gap_nats']:.4f}{error} nats higher, and higher in {won} of "
+        f"{len(trick['gaps'])} seeds, for {trick['parameters_added']} parameter more.",
+        f"*One block of \"more than 100K parameters\".* {'Holds' if size > 100_000 else 'Does not hold'}: the sizes "
+        f"1-128-128-128-1 that the appendix lists, with the affine transforms, make {size:,}.",
+    ]
+    return paragraphs(table(head, rows), bullets(verdicts))
+
+
+def of_figure3(result: dict[str, Any]) -> str:
+    """Tables and verdicts of figure 3."""
+    models = result["models"]
+    head = ["model", "parameters (live)", "test nats", "KL to the truth", "step, ms"]
+    rows = [
+        [
+            model["label"],
+            f"{model['parameters']:,} ({model['live_parameters']:,})",
+            with_error(model, "test_nats", 4),
+            with_error(model, "kl_nats", 4),
+            f"{model['step_ms']:.0f}",
+        ]
+        for model in models.values()
+    ]
+    rows.append(["the true density", "", f"{result['true_nats']:.4f}", "0", ""])
+    keys = {
+        "sparse_kl": ("KL(p, q) there", -1, 4),
+        "sparse_reverse_kl": ("KL(q, p) there", -1, 4),
+        "sparse_mass": ("mass there", 0, 4),
+        "sparse_log_error": ("median error of log q there", -1, 2),
+        "sparse_rank": ("rank correlation there", 1, 3),
+    }
+    sparse_head = ["model", *(text for text, _, _ in keys.values())]
+    sparse_rows = [
+        [model["label"], *(with_error(model, key, digits) for key, (_, _, digits) in keys.items())]
+        for model in models.values()
+    ]
+    verdicts = [within(model) for name, model in models.items() if name.startswith("quar")]
+    if "maf" in models:
+        for name in ("residual", "quar"):
+            if name in models:
+                found = {
+                    text: better(models[name], models["maf"], key, sign)
+                    for key, (text, sign, _) in keys.items()
+                    if sign
+                }
+                verdicts.append(f"*{figure3.CLAIM} ({models[name]['label']})* {verdict(found)}")
+    note = f"The sparse region holds {100 * models[next(iter(models))]['sparse_true_mass']:.1f}% of the data:"
+    return paragraphs(table(head, rows), note, table(sparse_head, sparse_rows), bullets(verdicts))
+
+
+def within(model: dict[str, Any], limit: float = 0.02) -> str:
+    """Whether a model is as near to the true density as we ask for."""
+    answer = "Yes" if model["kl_nats"] <= limit else "No"
+    return f"Is {model['label']} within {limit} nats of the true density? {answer}: {with_error(model, 'kl_nats', 4)}."
+
+
+def of_figures4_6(result: dict[str, Any]) -> str:
+    """Table and verdicts of figures 4 to 6."""
+    models = result["models"]
+    head = ["model", "path", "detour", "largest move", "log stretch", "volume share"]
+    rows = [
+        [
+            model["label"],
+            f"{model['path']:.2f}",
+            f"{model['detour']:.2f}",
+            f"{model['largest_move']:.2f}",
+            f"{model['log_stretch']:.2f}",
+            f"{model['volume_share']:.2f}",
+        ]
+        for model in models.values()
+    ]
+    verdicts = []
+    if {"maf", "quar", "residual"} <= set(models):
+        maf, others = models["maf"], [models["quar"], models["residual"]]
+        smooth = {
+            text: all(other[key] < maf[key] for other in others)
+            for key, text in (
+                ("path", "path"),
+                ("detour", "detour"),
+                ("largest_move", "largest move"),
+                ("log_stretch", "log stretch"),
+            )
+        }
+        volume = {"volume share": all(other["volume_share"] > maf["volume_share"] for other in others)}
+        verdicts = [
+            f"*{claim}* {verdict(found)}"
+            for claim, found in zip(figures4_6.CLAIMS, (smooth, volume), strict=True)
+        ]
+    return paragraphs(table(head, rows), bullets(verdicts))
+
+
+SHOW = {figure2.NAME: of_figure2, figure3.NAME: of_figure3, figures4_6.NAME: of_figures4_6}
+
+
+def paragraphs(*parts: str) -> str:
+    """Apart by empty lines."""
+    return "\n\n".join(part for part in parts if part)
+
+
+def bullets(lines: Iterable[str]) -> str:
+    """A list in Markdown."""
+    return "\n".join(f"* {line}" for line in lines)
+
+
+def pictures(result: dict[str, Any]) -> str:
+    """Those of a figure, one below the other."""
+    if result["figure"] != figures4_6.NAME:
+        return f"![{result['figure']}](results/{result['figure']}.png)"
+    each = result["models"].values()
+    return "\n\n".join(f"![Modes, {model['label']}](results/{model['picture']})" for model in each)
+
+
+def section(result: dict[str, Any]) -> str:
+    """What is known of a figure: command, claims and numbers, picture, and where they are from."""
+    settings, title = result["settings"], result["figure"].replace("figures", "Figures ").replace("figure", "Figure ")
+    seeds = "seed 0" if settings["seeds"] == 1 else f"seeds 0 to {settings['seeds'] - 1}"
+    where = (
+        f"{settings['steps']:,} updates of {settings['batch_size']} points, {seeds}, learning rate "
+        f"{settings['learning_rate']}; {settings['test_points']:,} test points. Run on {result['hardware']}; "
+        f"{result['versions']}; {result['date']}; commit `{result['commit']}`."
+    )
+    if "step_ms_hardware" in result:
+        where += f" Steps timed in turns on {result['step_ms_hardware']}."
+    return paragraphs(
+        f"## {title}", f"`{result['command']}`", SHOW[result["figure"]](result), pictures(result), where
+    )
+
+
+def with_results(text: str, folder: Path = FOLDER / "results") -> str:
+    """The text of the README, with the results of ``folder`` behind the mark."""
+    found = [read_json(folder / f"{module.NAME}.json") for module in MODULES]
+    return paragraphs(text.partition(MARK)[0] + MARK, *(section(result) for result in found if result)) + "\n"
+
+
+def main() -> None:
+    """Writes them."""
+    path = FOLDER / "README.md"
+    path.write_text(with_results(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()
