@@ -93,30 +93,23 @@ def run(
 
 
 def _on_one_device(todo: Sequence[Job], folder: Path, tell: Tell) -> list[Job]:
-    """The seeds of a model side by side, one model after the other: see `quarflow.graph_training`."""
-    failed = []
-    for model in dict.fromkeys((job.figure, job.name) for job in todo):
-        jobs = [job for job in todo if (job.figure, job.name) == model]
-        for job in jobs:
-            tell(job, "started", 0)
-        last = [0.0]
+    """All side by side: see `quarflow.graph_training`."""
+    ended: dict[str, str] = {}
 
-        def show(step: int, jobs: Sequence[Job] = jobs, last: list[float] = last) -> None:
-            if time.monotonic() - last[0] > 1:
-                last[0] = time.monotonic()
-                for job in jobs:
-                    tell(job, "step", step)
+    def listen(job: Job, state: str, value: Any) -> None:
+        if state != "step":
+            ended[job.stem] = state
+        tell(job, state, _text(value) if state == "failed" else value)
 
-        try:
-            every = train_together(jobs, folder, show)
-        except (ArithmeticError, ValueError, RuntimeError, OSError) as error:
-            failed += jobs
-            for job in jobs:
-                tell(job, "failed", _text(error))
-        else:
-            for job, numbers in zip(jobs, every, strict=True):
-                tell(job, "finished", numbers)
-    return failed
+    for job in todo:
+        tell(job, "started", 0)
+    try:
+        train_together(todo, folder, listen)
+    except (ArithmeticError, ValueError, RuntimeError, OSError) as error:
+        for job in todo:
+            if job.stem not in ended:
+                listen(job, "failed", error)
+    return [job for job in todo if ended[job.stem] == "failed"]
 
 
 def _throttled(report: Callable[[int], object], seconds: float = 0.25) -> Callable[[Trainer], None]:

@@ -29,12 +29,13 @@ import quarflow as qf
 from quarflow.checkpoint import read_tensors, write_tensors
 from quarflow.data.toy import Toy, toy
 from quarflow.models import REGISTRY, ResidualConfig, from_dict
-from quarflow.training import Options, Rows, Trainer, TrainingDiverged
+from quarflow.training import Options, Rows, Trainer, TrainingDiverged, interruptible
 
 TEST_POINTS = 20_000
 HALF_WIDTH = 5.0  # of the grid on which densities in the plane are integrated
 CELLS = 240  # of that grid, in each direction
 SPARSE = 0.05  # the true probability of the region that counts as sparse: outside the densest 95%
+SHOW_EVERY = 1.0  # seconds between two signs of progress, of runs on a GPU
 VIEW = 4.0  # half width of the square on which log-densities are compared point by point
 
 
@@ -151,27 +152,59 @@ def numbers(job: Job, flow: qf.Flow, seconds: float) -> dict[str, Any]:
     }
 
 
-def train_together(jobs: Sequence[Job], folder: Path, show: Callable[[int], object]) -> list[dict[str, Any]]:
-    """`train` for the seeds of one model on a CUDA device, side by side; what is cut starts anew."""
+def train_together(
+    jobs: Sequence[Job], folder: Path, tell: Callable[[Job, str, Any], object], seconds: float = 20
+) -> None:
+    """`train` for many jobs side by side, on a CUDA device; ``tell`` as in `experiments.jobs`.
+
+    Their states are written every so many ``seconds``, and what was cut goes on from there.
+    """
     from quarflow.graph_training import GraphTrainer, run_together
 
-    trainers = []
+    trainers: dict[GraphTrainer, Job] = {}
     for job in jobs:
         write_json(folder / f"{job.stem}.json", {"job": job.identity()})
         x = toy(job.data).sample(job.steps * job.batch_size, torch.Generator().manual_seed(job.seed)).to(job.device)
         flow = build(job)
         flow.initialise(x[:65_536])
-        options = training_options(job)
-        trainers.append(GraphTrainer(flow.train(), Rows(x), None, Options(**options)))
-    torch.cuda.manual_seed(jobs[0].seed)
-    run_together(trainers, show)
-    found = []
-    for job, trainer in zip(jobs, trainers, strict=True):
+        trainer = GraphTrainer(flow.train(), Rows(x), None, Options(**training_options(job)))
+        if (state := folder / f"{job.stem}.training").exists():
+            trainer.read(state)
+        trainers[trainer] = job
+
+    def write() -> None:
+        for trainer, job in trainers.items():
+            if trainer.history.stopped is None:
+                with trainer.queued():
+                    trainer.write(folder / f"{job.stem}.training")
+
+    told = written = time.monotonic()
+    with interruptible() as interrupted:
+
+        def show() -> None:
+            nonlocal told, written
+            if interrupted():
+                write()
+                raise Interrupted
+            now = time.monotonic()
+            if now - told > SHOW_EVERY:
+                told = now
+                for trainer, job in trainers.items():
+                    tell(job, "step", trainer.step)
+            if now - written > seconds:
+                write()
+                written = time.monotonic()
+
+        diverged = run_together(list(trainers), show)
+    for trainer, job in trainers.items():
+        if trainer in diverged:
+            tell(job, "failed", diverged[trainer])
+            continue
         save(trainer.flow, folder / f"{job.stem}.qf")
-        seconds = trainer.history.seconds
-        found.append(numbers(job, trainer.flow, seconds))
-        write_json(folder / f"{job.stem}.json", found[-1])
-    return found
+        found = numbers(job, trainer.flow, trainer.history.seconds)
+        write_json(folder / f"{job.stem}.json", found)
+        (folder / f"{job.stem}.training").unlink(missing_ok=True)
+        tell(job, "finished", found)
 
 
 def build(job: Job) -> qf.Flow:

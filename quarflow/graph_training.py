@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quarflow.logdet import RouletteLogDet
-from quarflow.training import LOG_EVERY, Options, Rows, Trainer
+from quarflow.training import LOG_EVERY, Options, Rows, Trainer, TrainingDiverged
 
 if TYPE_CHECKING:
     from quarflow.flow import Flow
@@ -113,17 +113,32 @@ class GraphTrainer(Trainer):
         super().finish()
 
 
-def run_together(trainers: Sequence[GraphTrainer], show: Callable[[int], object] = lambda step: None) -> None:
-    """Drives trainers of equally many steps in turn, each on its stream, to the end."""
-    steps = {t.options.max_steps for t in trainers}
-    if len(steps) != 1 or None in steps:
-        raise ValueError(f"trainers: expected the same max_steps in all; got {sorted(map(str, steps))}.")
-    for step in range(next(iter(steps)) or 0):
-        for trainer in trainers:
-            trainer.advance()
-        show(step + 1)
+def run_together(
+    trainers: Sequence[GraphTrainer], show: Callable[[], object] = lambda: None
+) -> dict[GraphTrainer, TrainingDiverged]:
+    """Drives trainers in turn, each on its stream, to their ``max_steps``; returns those that diverged.
+
+    ``show`` is called after each round of steps.
+    """
     for trainer in trainers:
-        with trainer.queued():
-            trainer.log()
-        trainer.history.stopped = "max_steps"
-        trainer.finish()
+        if trainer.options.max_steps is None:
+            raise ValueError("trainers: expected max_steps in the options of each; got a limit on time.")
+    diverged: dict[GraphTrainer, TrainingDiverged] = {}
+    running = list(trainers)
+    while running:
+        for trainer in list(running):
+            history, last = trainer.history, trainer.step >= (trainer.options.max_steps or 0)
+            try:
+                if last:
+                    with trainer.queued():
+                        trainer.log()
+                    history.stopped = "max_steps"
+                else:
+                    trainer.advance()
+            except TrainingDiverged as error:
+                diverged[trainer] = error
+            if history.stopped is not None:
+                trainer.finish()
+                running.remove(trainer)
+        show()
+    return diverged

@@ -521,7 +521,7 @@ def fit(
             f"checkpoint: expected a file in a folder that exists; got {checkpoint}. Create the folder."
         )
     train, held_out = _split(flow, x, context, weights, validation, options.seed)
-    with _seeded(train.x.device, options.seed), _interruptible() as interrupted, _bar(progress) as show:
+    with _seeded(train.x.device, options.seed), interruptible() as interrupted, _bar(progress) as show:
         going_on = resume and checkpoint is not None and os.path.exists(checkpoint)
         if resume and not going_on:
             warnings.warn(f"{checkpoint}: nothing to resume from; starting from the beginning.", stacklevel=2)
@@ -723,7 +723,7 @@ def _seeded(device: torch.device, seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def _interruptible() -> Iterator[Callable[[], bool]]:
+def interruptible() -> Iterator[Callable[[], bool]]:
     """Ctrl-C sets the flag that is yielded; a second one does what it did before."""
     asked = threading.Event()
     before = signal.getsignal(signal.SIGINT)

@@ -245,6 +245,45 @@ def test_jobs_side_by_side_are_those_one_by_one(tmp_path):
     assert all("no such density" in value for job, state, value in told if state == "failed")
 
 
+def test_jobs_on_one_device_go_on_and_fail_alone(tiny, tmp_path, monkeypatch):
+    """What a GPU runs, here on a CPU: cut after 31 rounds, they come to the end that they would have come to."""
+    whole = synthetic.build
+
+    def build(job):
+        flow = whole(job)
+        if job.name == "broken":
+            flow.register_forward_hook(lambda module, args, out: out * math.nan)
+        return flow
+
+    monkeypatch.setattr(synthetic, "build", build)
+    todo, cut, straight = [small_job(seed=0), small_job(seed=1)], tmp_path / "cut", tmp_path / "straight"
+    for folder in (cut, straight):
+        folder.mkdir()
+    rounds = 0
+
+    def stop(job, state, value):
+        nonlocal rounds
+        rounds += state == "step"
+        if rounds == 31:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(synthetic, "SHOW_EVERY", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            jobs._on_one_device(todo, cut, stop)
+    assert {path.suffix for path in cut.iterdir()} == {".json", ".training"}
+    told = []
+    todo.append(small_job(name="broken"))
+    for folder in (cut, straight):
+        failed = jobs._on_one_device(todo, folder, lambda job, state, value: told.append((job, state, value)))
+        assert failed == [todo[2]]
+    for job in todo[:2]:
+        assert jobs.finished(job, cut)["test_nats"] == jobs.finished(job, straight)["test_nats"]
+        assert [state for j, state, _ in told if j == job and state != "step"] == ["started", "finished"] * 2
+    assert all("TrainingDiverged" in value for job, state, value in told if state == "failed")
+    assert not list(cut.glob("*-seed[01].training"))
+
+
 def test_the_longest_jobs_go_first(tmp_path, monkeypatch):
     order = []
     monkeypatch.setattr(jobs, "train", lambda job, folder, show: order.append(job.name))

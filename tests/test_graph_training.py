@@ -1,6 +1,7 @@
 """Steps as CUDA graphs against plain ones. Without a GPU the same steps run without a graph: CI has that twin."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -81,9 +82,24 @@ def test_terms_beyond_a_draw_weigh_nothing():
     torch.testing.assert_close(value(padded), value(drawn), rtol=0, atol=0)
 
 
-def test_runs_of_different_lengths_are_refused():
+def test_each_runs_to_its_own_end_and_one_that_diverges_is_alone():
     data = rows("cpu")
-    flows = [start(quar(2, blocks=1, hidden=(4,)), data) for _ in range(2)]
-    lengths = [Options(max_steps=n, batch_size=64) for n in (3, 4)]
-    with pytest.raises(ValueError, match="trainers: expected the same max_steps in all; got"):
-        run_together([GraphTrainer(f, data, None, o) for f, o in zip(flows, lengths, strict=True)])
+    flows = [start(quar(2, blocks=1, hidden=(4,)), data) for _ in range(3)]
+    flows[1].register_forward_hook(lambda module, args, out: out * math.nan)
+    lengths = [Options(max_steps=n, batch_size=64) for n in (11, 30, 20)]
+    trainers = [GraphTrainer(f, data, None, o) for f, o in zip(flows, lengths, strict=True)]
+    rounds = []
+    diverged = run_together(trainers, lambda: rounds.append(trainers[2].step))
+    assert list(diverged) == [trainers[1]]
+    assert "the loss is nan" in str(diverged[trainers[1]])
+    assert [t.step for t in trainers] == [11, 10, 20]
+    assert [t.history.stopped for t in trainers] == ["max_steps", "diverged", "max_steps"]
+    assert rounds == [*range(1, 21), 20]
+    assert not any(flow.training for flow in flows)
+
+
+def test_a_limit_on_time_is_refused():
+    data = rows("cpu")
+    trainer = GraphTrainer(start(quar(2, blocks=1, hidden=(4,)), data), data, None, Options(max_seconds=1.0))
+    with pytest.raises(ValueError, match="trainers: expected max_steps in the options of each"):
+        run_together([trainer])
