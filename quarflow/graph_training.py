@@ -21,7 +21,7 @@ from quarflow.training import LOG_EVERY, Options, Rows, Trainer, TrainingDiverge
 if TYPE_CHECKING:
     from quarflow.flow import Flow
 
-WARM_UP = 5  # steps without a graph: what is made at the first step must be there when one is captured
+WARM_UP = 5  # first steps, without a graph: what they make must be there when one is captured
 SIZES = (5, 10)  # terms of a series in a graph, one graph for each; a step that draws more runs without one
 
 
@@ -44,6 +44,7 @@ class GraphTrainer(Trainer):
         self._draws = [m for m in flow.modules() if isinstance(m, RouletteLogDet)]
         self._weights = {n: torch.zeros(n, 1, dtype=train.x.dtype, device=device) for n in SIZES}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._plain = WARM_UP  # steps to go without a graph, also in a run that goes on
 
     def queued(self) -> AbstractContextManager[object]:
         """Within it, work goes to the stream of this trainer."""
@@ -54,8 +55,9 @@ class GraphTrainer(Trainer):
         with self.queued():
             self._set_inputs()
             size = self._set_draws()
-            if size is None or self.step < WARM_UP or self.stream is None:
+            if size is None or self._plain or self.stream is None:
                 self._body()
+                self._plain = max(0, self._plain - 1)
             else:
                 if size not in self._graphs:
                     self._capture(size)

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from quarflow.checkpoint import CheckpointError, read_tensors, to_json, write_tensors
 from quarflow.checks import check_choice, check_count, check_positive
@@ -247,7 +246,8 @@ class Trainer:
         loss.backward()
         loss = loss.detach()
         grads = [p.grad for p in self.parameters if p.grad is not None]
-        norm = get_total_norm(grads).float()
+        # In float64, where no sum of squares overflows: a gradient that is huge but finite can be clipped.
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, torch.float64))).float()
         torch.maximum(self._failed, (~torch.isfinite(norm + loss)).float(), out=self._failed)
         self._finite += 1 - self._failed
         self._loss += loss

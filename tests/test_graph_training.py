@@ -68,6 +68,26 @@ def test_random_log_determinants_are_drawn_anew_at_every_step(device):
     assert bool(flow.log_prob(data.x).isfinite().all())
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_run_that_was_cut_goes_on(device, tmp_path):
+    data, ends = rows(device), []
+    for cut in (STEPS, 13):
+        torch.manual_seed(0)
+        trainer = GraphTrainer(start(quar(2, blocks=2, hidden=(8,)), data), data, None, options())
+        for _ in range(cut):
+            trainer.advance()
+        with trainer.queued():
+            trainer.write(tmp_path / "state")
+        torch.manual_seed(0)
+        other = GraphTrainer(start(quar(2, blocks=2, hidden=(8,)), data), data, None, options())
+        other.read(tmp_path / "state")
+        run_together([other])
+        assert other.step == STEPS
+        ends.append(other.flow.state_dict())
+    for name, t in ends[0].items():
+        torch.testing.assert_close(ends[1][name], t, rtol=1e-4, atol=1e-6)
+
+
 def test_terms_beyond_a_draw_weigh_nothing():
     logdet = RouletteLogDet().train()
     drawn = logdet.draw(5).float()

@@ -240,6 +240,19 @@ def test_a_gradient_that_is_not_finite_is_named():
     assert same(weights_of(flow), weights_of(expected))
 
 
+def test_a_gradient_whose_squares_overflow_is_clipped():
+    flow, twin = small(), small()
+    flow.register_forward_hook(lambda m, args, out: 1e25 * out if m.training else out)
+    for each in (flow, twin):
+        each.initialise(data())
+        trainer = Trainer(each.train(), Rows(data()), None, Options(max_steps=1, clip=1e-3))
+        trainer.advance()
+        trainer.look()
+        trainer.finish()
+    for name, t in twin.state_dict().items():
+        torch.testing.assert_close(flow.state_dict()[name], t, rtol=1e-4, atol=1e-6)
+
+
 def test_a_real_divergence_leaves_good_weights():
     flow = small()
     with pytest.raises(
