@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.harness import RESULTS, ROOT, load
 
-NAMES = ("import_time", "vectors_cpu", "inverse", "scaling")
+NAMES = ("import_time", "vectors_cpu", "residual_cost", "inverse", "scaling")
 README = Path(__file__).resolve().parent / "README.md"
 MARK = "<!-- tables: written by `python -m benchmarks --tables` -->"
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import quarflow as qf
 from benchmarks.harness import Spread, interleave, load, ratio, save, start, table, timed
 from quarflow.data.toy import mixture_of_gaussians
+from quarflow.transforms import Residual
 
 TRANSFORMS = 3
 REFERENCE = "zuko MAF"
@@ -45,9 +46,8 @@ class Contestant:
     after_step: Callable[[], object] | None = None
 
 
-def quar(d: int, blocks: int, hidden: tuple[int, ...], **options: Any) -> Contestant:
-    """quarflow's model, with its default options but for ``options``."""
-    flow = qf.models.quar(d, blocks=blocks, hidden=hidden, **options)
+def ours(flow: qf.Flow, hidden: tuple[int, ...]) -> Contestant:
+    """A flow of quarflow, with ``hidden`` as it was asked for."""
 
     def round_trip(x: Tensor) -> Tensor:
         with qf.solvers.unchecked():  # the error is reported, not judged
@@ -55,13 +55,18 @@ def quar(d: int, blocks: int, hidden: tuple[int, ...], **options: Any) -> Contes
 
     return Contestant(
         flow,
-        blocks,
+        sum(isinstance(m, Residual) for m in flow.modules()),
         hidden,
         # `forward` is what a training loop calls; without gradients users call `log_prob`, with its checks.
         lambda x: flow(x) if torch.is_grad_enabled() else flow.log_prob(x),
         flow.sample,
         round_trip,
     )
+
+
+def quar(d: int, blocks: int, hidden: tuple[int, ...], **options: Any) -> Contestant:
+    """quarflow's model, with its default options but for ``options``."""
+    return ours(qf.models.quar(d, blocks=blocks, hidden=hidden, **options), hidden)
 
 
 def zuko_flow(kind: str, d: int, width: int) -> Contestant:
@@ -179,12 +184,11 @@ class Settings:
     sampling_rounds: int = 9
 
 
-def measure(d: int, settings: Settings) -> list[dict[str, Any]]:
-    """A row of results for each contestant at ``d`` coordinates."""
+def measure(d: int, models: Mapping[str, Contestant], reference: str, settings: Settings) -> list[dict[str, Any]]:
+    """A row of results for each contestant at ``d`` coordinates, with ratios to the one named ``reference``."""
     data = mixture_of_gaussians(d).sample(20 * settings.batch + settings.rows)
     data = ((data - data.mean(0)) / data.std(0)).float()
     x, *batches = data.split([settings.rows, *[settings.batch] * 20])
-    models = contestants(d, settings.hidden[d])
     steps = {}
     for name, model in models.items():
         model.module.train()
@@ -218,18 +222,19 @@ def measure(d: int, settings: Settings) -> list[dict[str, Any]]:
         row |= {"parameters": total, "live": live, "round_trip": error}
         for kind, found in seconds.items():
             row[kind] = Spread.of([1e3 * s for s in found[name]])
-            row[f"{kind}_ratio"] = ratio(found[name], found[REFERENCE])
+            row[f"{kind}_ratio"] = ratio(found[name], found[reference])
         if name in between_steps:
             row["power_iterations"] = Spread.of([1e3 * s for s in between_steps[name]])
         rows.append(row)
     return rows
 
 
-def show(result: dict[str, Any]) -> str:
+def show(result: dict[str, Any], reference: str = "MAF") -> str:
     """The tables of a result, in Markdown."""
     s, rows = result["settings"], result["rows"]
-    head = ["model", "parameters (live)", f"training step, batch {s['batch']}: ms", "/ MAF"]
-    head += [f"`log_prob` of {s['rows']}: ms", "/ MAF", f"{s['rows']} samples: ms", "/ MAF", "round trip"]
+    ratios = f"/ {reference}"
+    head = ["model", "parameters (live)", f"training step, batch {s['batch']}: ms", ratios]
+    head += [f"`log_prob` of {s['rows']}: ms", ratios, f"{s['rows']} samples: ms", ratios, "round trip"]
     parts = []
     for d in dict.fromkeys(row["d"] for row in rows):
         here = [row for row in rows if row["d"] == d]
@@ -254,7 +259,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = Settings(HIDDEN)
     if options.quick:
         settings = Settings({2: (16, 16)}, batch=16, rows=8, steps=3, rounds=3, sampling_rounds=2)
-    rows = [row for d in settings.hidden for row in measure(d, settings)]
+    found = [measure(d, contestants(d, hidden), REFERENCE, settings) for d, hidden in settings.hidden.items()]
+    rows = [row for each in found for row in each]
     path = save(options, "vectors_cpu", vars(settings), rows, ["zuko", "normflows"])
     print(show(load(path)))
 

@@ -22,15 +22,16 @@ if TYPE_CHECKING:
     from quarflow.flow import Flow
 
 WARM_UP = 5  # first steps, without a graph: what they make must be there when one is captured
-SIZES = (5, 10)  # terms of a series in a graph, one graph for each; a step that draws more runs without one
+SIZES = (7, 10)  # terms of the series in a graph, one graph for each; a step that draws more runs without one
 
 
 class GraphTrainer(Trainer):
     """A `Trainer` whose step is one CUDA graph.
 
     What changes from step to step is in tensors that are written before: the rows, the learning rate, the decay of the
-    averages, and the weights of the series that `RouletteLogDet` draws on the host: one draw for all blocks of a step,
-    which leaves each of them unbiased. A graph has some more terms than a draw; those weigh nothing.
+    averages, and the weights of the series that each `RouletteLogDet` draws on the host. (One draw for all blocks would
+    be shorter and unbiased too; but what it adds once in many steps is then so much that clipping takes most of it.) A
+    graph has some more terms than a draw; those weigh nothing.
     """
 
     def __init__(self, flow: Flow, train: Rows, validation: Rows | None, options: Options) -> None:
@@ -42,7 +43,7 @@ class GraphTrainer(Trainer):
         self._place = torch.zeros(self.batch_size, dtype=torch.long, device=device)
         self._keep = torch.zeros((), device=device)
         self._draws = [m for m in flow.modules() if isinstance(m, RouletteLogDet)]
-        self._weights = {n: torch.zeros(n, 1, dtype=train.x.dtype, device=device) for n in SIZES}
+        self._weights = {n: train.x.new_zeros(len(self._draws), n, 1) for n in SIZES}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._plain = WARM_UP  # steps to go without a graph, also in a run that goes on
 
@@ -75,12 +76,16 @@ class GraphTrainer(Trainer):
         """Draws the weights of the series: the size of the graph that has room for them, if there is one."""
         if not self._draws:
             return SIZES[0]
-        drawn = self._draws[0].draw(self.batch_size)
-        size = next((n for n in SIZES if n >= len(drawn)), None)
-        if size is not None:
-            drawn = self._weights[size].copy_(pad(drawn, (0, 0, 0, size - len(drawn))))
-        for m in self._draws:
-            m.held = drawn.to(self._keep.device, self.train.x.dtype)
+        drawn = [m.draw(self.batch_size) for m in self._draws]
+        longest = max(map(len, drawn))
+        size = next((n for n in SIZES if n >= longest), None)
+        if size is None:
+            held = [w.to(self._keep.device, self.train.x.dtype) for w in drawn]
+        else:
+            padded = torch.stack([pad(w, (0, 0, 0, size - len(w))) for w in drawn])
+            held = list(self._weights[size].copy_(padded))
+        for m, weights in zip(self._draws, held, strict=True):
+            m.held = weights
         return size
 
     def _body(self) -> None:

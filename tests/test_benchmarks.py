@@ -85,6 +85,15 @@ def test_vectors_cpu(tmp_path, capsys):
     assert live["QuAR"] < 1 == live["normflows residual"]
 
 
+def test_residual_cost(tmp_path, capsys):
+    pytest.importorskip("normflows")
+    rows = {row["model"]: row for row in quick("residual_cost", tmp_path, capsys)["rows"]}
+    assert all(row["hidden"] == [8, 8] for name, row in rows.items() if name.startswith("QuAR"))
+    assert rows["our residual flow"]["hidden"] == rows["normflows residual"]["hidden"] == [16, 16]
+    assert all(row["transforms"] == 3 for row in rows.values())
+    assert rows["QuAR"]["train_ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+
+
 def test_ratio_is_round_by_round():
     slow, fast = [2.0, 20.0, 4.0], [1.0, 10.0, 2.0]  # a machine that was ten times slower for one round
     assert harness.ratio(slow, fast) == harness.Spread(2.0, 2.0, 2.0)
