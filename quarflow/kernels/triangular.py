@@ -1,8 +1,8 @@
 """`quarflow.nn.triangular.network` with its backward pass written out: half the time, a third of the memory.
 
 Autograd would keep and revisit every factor of ``delta' = phi'(h) W delta``. Here the forward pass leaves, for each
-layer, the value ``a``, the diagonal ``delta``, the slope ``phi'(h)`` and ``phi''(h) W delta``, with which the backward
-pass is two products for each layer:
+layer, the value ``a`` (in the unit of its activation), the diagonal ``delta``, the slope ``phi'(h)`` and
+``phi''(h) W delta``, with which the backward pass is two products for each layer:
 
     g_h = g_a phi'(h) + g_delta phi''(h) W delta_before,      g_u = g_delta phi'(h)      (u = W delta_before)
 
@@ -87,10 +87,12 @@ def _carry(
     keep: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     features, batch = x.shape
-    a, delta = x, x  # there is no delta before the first layer
+    a, unit, delta = x, 1.0, x  # there is no delta before the first layer
     kept: list[Tensor] = []
     for i, (weight, block, offset, act) in enumerate(zip(weights, blocks, offsets, activations, strict=False)):
-        h = torch.addmm(offset, weight, a).view(features, -1, batch)
+        # ``unit * a`` is the value before, and ``act.unit * h`` the one here.
+        offset = offset if act.unit == 1 else offset / act.unit
+        h = torch.addmm(offset, weight, a, alpha=unit / act.unit).view(features, -1, batch)
         u = torch.bmm(block, delta) if i else block
         value, slope, curve = act.curves(h, keep)
         if keep:
@@ -98,8 +100,8 @@ def _carry(
             kept += [value.view(-1, batch), delta, slope, curve.mul_(u)]
         else:
             delta = slope.mul_(u)
-        a = value.view(-1, batch)
-    return torch.addmm(offsets[-1], weights[-1], a), torch.bmm(blocks[-1], delta).squeeze(1), kept
+        a, unit = value.view(-1, batch), act.unit
+    return torch.addmm(offsets[-1], weights[-1], a, alpha=unit), torch.bmm(blocks[-1], delta).squeeze(1), kept
 
 
 class _Network(torch.autograd.Function):
@@ -112,7 +114,7 @@ class _Network(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        _, masks, sigma, shared, trick = ctx.settings
+        activations, masks, sigma, shared, trick = ctx.settings
         layers = len(masks)
         arrays, kept = ctx.saved_tensors[: 2 + 2 * layers], ctx.saved_tensors[2 + 2 * layers :]
         if torch.is_grad_enabled():
@@ -131,7 +133,7 @@ class _Network(torch.autograd.Function):
         for i in range(layers - 1, 0, -1):
             a, delta, slope, curve = kept[4 * i - 4 : 4 * i]
             g_offsets[i] = g.sum(1, keepdim=True) if offsets[i].shape[1] == 1 else g
-            g_weights[i] = g @ a.mT
+            g_weights[i] = (g @ a.mT).mul_(activations[i - 1].unit)
             g_blocks[i] = torch.bmm(g_u, delta.mT)
             if i == layers - 1:
                 # W_L = scale * W: what flows to the scale, and on to W through it.

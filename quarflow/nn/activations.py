@@ -30,8 +30,10 @@ class Activation(nn.Module):
     def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError(f"{type(self).__name__} must define forward(h) -> (value, slope).")
 
-    # ``curves(h, second) -> (value, slope, phi''(h) if second else None)``, without gradients; may overwrite ``h``.
+    # ``curves(h / unit, second) -> (value / unit, slope, phi''(h) if second else None)``, without gradients; may
+    # overwrite its argument. The units go into the products before and behind, where they cost nothing.
     curves: Any = None
+    unit: float = 1.0
 
 
 class ELU(Activation):
@@ -94,19 +96,19 @@ class Wave(Activation):
     (tensor([0.0000, 0.8000, 0.0000]), tensor([ 1.,  0., -1.]))
     """
 
-    def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        m = h / 6.4
-        m = m - m.round()
-        return 6.4 * m * (1 - 2 * m.abs()), 1 - 4 * m.abs()
+    unit = 6.4
 
-    def curves(self, h: Tensor, second: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        m = h.mul_(1 / 6.4)
+    def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        m = h / self.unit
+        m = m - m.round()
+        return self.unit * m * (1 - 2 * m.abs()), 1 - 4 * m.abs()
+
+    def curves(self, m: Tensor, second: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         nearest = torch.round(m)
         m.sub_(nearest)
-        curve = torch.sign(m).mul_(-4 / 6.4) if second else None
+        curve = torch.sign(m).mul_(-4 / self.unit) if second else None
         a = torch.abs(m, out=nearest)
-        slope = (a * -4).add_(1)
-        return a.mul_(-12.8).add_(6.4).mul_(m), slope, curve
+        return torch.addcmul(m, m, a, value=-2), torch.rsub(a, 1, alpha=4), curve
 
 
 class LipSwish(Activation):
