@@ -18,7 +18,7 @@ from benchmarks.vectors_cpu import show as tables
 from quarflow.models import quar, residual
 
 REFERENCE = "QuAR"
-HIDDEN = {2: (64, 64), 20: (6, 6)}  # units for each coordinate
+HIDDEN = ((2, (64, 64)), (20, (6, 6)), (20, (24, 24)))  # coordinates, and units for each of them
 
 
 def contestants(d: int, hidden: tuple[int, ...]) -> dict[str, Contestant]:
@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = start(__doc__, arguments)
     settings = Settings(HIDDEN, rounds=40)
     if options.quick:
-        settings = Settings({2: (8, 8)}, batch=16, rows=8, steps=3, rounds=3, sampling_rounds=2)
-    found = [measure(d, contestants(d, hidden), REFERENCE, settings) for d, hidden in settings.hidden.items()]
+        settings = Settings(((2, (8, 8)),), batch=16, rows=8, steps=3, rounds=3, sampling_rounds=2)
+    found = [measure(d, contestants(d, hidden), REFERENCE, settings) for d, hidden in settings.hidden]
     rows = [row for each in found for row in each]
     path = save(options, "residual_cost", vars(settings), rows, ["normflows"])
     print(show(load(path)))

@@ -29,7 +29,8 @@ from quarflow.transforms import Residual
 
 TRANSFORMS = 3
 REFERENCE = "zuko MAF"
-HIDDEN = {2: (42, 42), 20: (4, 4), 64: (4, 4)}  # of QuAR's blocks: the others get as many parameters
+# Coordinates, and the layers of QuAR's blocks: the others get as many parameters.
+HIDDEN = ((2, (42, 42)), (20, (4, 4)), (64, (4, 4)))
 TOLERANCE = 0.05
 
 
@@ -176,7 +177,7 @@ def training_step(contestant: Contestant, batches: Sequence[Tensor]) -> Callable
 class Settings:
     """Sizes of the run."""
 
-    hidden: Mapping[int, tuple[int, ...]]
+    hidden: tuple[tuple[int, tuple[int, ...]], ...]
     batch: int = 512
     rows: int = 1000
     steps: int = 100  # of training, before anything is timed
@@ -258,8 +259,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = start(__doc__, arguments)
     settings = Settings(HIDDEN)
     if options.quick:
-        settings = Settings({2: (16, 16)}, batch=16, rows=8, steps=3, rounds=3, sampling_rounds=2)
-    found = [measure(d, contestants(d, hidden), REFERENCE, settings) for d, hidden in settings.hidden.items()]
+        settings = Settings(((2, (16, 16)),), batch=16, rows=8, steps=3, rounds=3, sampling_rounds=2)
+    found = [measure(d, contestants(d, hidden), REFERENCE, settings) for d, hidden in settings.hidden]
     rows = [row for each in found for row in each]
     path = save(options, "vectors_cpu", vars(settings), rows, ["zuko", "normflows"])
     print(show(load(path)))
