@@ -114,7 +114,7 @@ def training_options(job: Job) -> dict[str, Any]:
 def train(job: Job, folder: Path, show: Callable[[Trainer], None]) -> dict[str, Any]:
     """Trains, evaluates, and writes ``folder/STEM.json`` and ``STEM.qf``; goes on where it was cut."""
     state, result = folder / f"{job.stem}.training", folder / f"{job.stem}.json"
-    write_json(result, {"job": job.identity()})
+    begun = begin(job, folder)
     truth = toy(job.data)
     x = truth.sample(job.steps * job.batch_size, torch.Generator().manual_seed(job.seed))
     flow = build(job)
@@ -132,10 +132,20 @@ def train(job: Job, folder: Path, show: Callable[[Trainer], None]) -> dict[str, 
         raise Interrupted
     del x
     save(flow, folder / f"{job.stem}.qf")
-    found = numbers(job, flow, history.seconds)
+    found = numbers(job, flow, history.seconds) | begun
     write_json(result, found)
     state.unlink()
     return found
+
+
+def begin(job: Job, folder: Path) -> dict[str, str]:
+    """Notes that a job runs here, and returns where it has run, here and before it was cut."""
+    path = folder / f"{job.stem}.json"
+    before = (read_json(path) or {}).get("hardware", "") if path.with_suffix(".training").exists() else ""
+    here = provenance(job.device)["hardware"] or ""
+    hardware = {"hardware": "; then ".join(dict.fromkeys(part for part in [*before.split("; then "), here] if part))}
+    write_json(path, {"job": job.identity(), **hardware})
+    return hardware
 
 
 def numbers(job: Job, flow: qf.Flow, seconds: float) -> dict[str, Any]:
@@ -162,8 +172,9 @@ def train_together(
     from quarflow.graph_training import GraphTrainer, run_together
 
     trainers: dict[GraphTrainer, Job] = {}
+    begun = {}
     for job in jobs:
-        write_json(folder / f"{job.stem}.json", {"job": job.identity()})
+        begun[job.stem] = begin(job, folder)
         x = toy(job.data).sample(job.steps * job.batch_size, torch.Generator().manual_seed(job.seed)).to(job.device)
         flow = build(job)
         flow.initialise(x[:65_536])
@@ -201,7 +212,7 @@ def train_together(
             tell(job, "failed", diverged[trainer])
             continue
         save(trainer.flow, folder / f"{job.stem}.qf")
-        found = numbers(job, trainer.flow, trainer.history.seconds)
+        found = numbers(job, trainer.flow, trainer.history.seconds) | begun[job.stem]
         write_json(folder / f"{job.stem}.json", found)
         (folder / f"{job.stem}.training").unlink(missing_ok=True)
         tell(job, "finished", found)

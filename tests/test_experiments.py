@@ -281,7 +281,20 @@ def test_jobs_on_one_device_go_on_and_fail_alone(tiny, tmp_path, monkeypatch):
         assert jobs.finished(job, cut)["test_nats"] == jobs.finished(job, straight)["test_nats"]
         assert [state for j, state, _ in told if j == job and state != "step"] == ["started", "finished"] * 2
     assert all("TrainingDiverged" in value for job, state, value in told if state == "failed")
+    assert jobs.finished(todo[0], cut)["hardware"] == jobs.finished(todo[0], straight)["hardware"]
     assert not list(cut.glob("*-seed[01].training"))
+
+
+def test_a_run_says_where_it_was_before_it_was_cut(tmp_path, monkeypatch):
+    job, told = small_job(), {"hardware": "a large machine"}
+    monkeypatch.setattr(synthetic, "provenance", lambda device: told)
+    assert synthetic.begin(job, tmp_path) == {"hardware": "a large machine"}
+    (tmp_path / f"{job.stem}.training").touch()
+    told["hardware"] = "a small one"
+    assert synthetic.begin(job, tmp_path) == {"hardware": "a large machine; then a small one"}
+    assert synthetic.begin(job, tmp_path) == {"hardware": "a large machine; then a small one"}
+    (tmp_path / f"{job.stem}.training").unlink()
+    assert synthetic.begin(job, tmp_path) == {"hardware": "a small one"}
 
 
 def test_the_longest_jobs_go_first(tmp_path, monkeypatch):
