@@ -168,8 +168,14 @@ def _names(text: str) -> tuple[str, ...]:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """To be told to end, as by ``timeout``, is Ctrl-C."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    """To be told to end, as by ``timeout``, is Ctrl-C; also where Ctrl-C is ignored, as in jobs that a script started."""
+
+    def stop(number: int, frame: object) -> None:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:

@@ -305,10 +305,15 @@ def test_the_longest_jobs_go_first(tmp_path, monkeypatch):
     assert order == ["long", "short"]
 
 
-def test_a_real_process_is_interrupted_with_its_state_on_disk(tmp_path):
+@pytest.mark.parametrize("ignored", [False, True], ids=["", "where Ctrl-C is ignored"])
+def test_a_real_process_is_interrupted_with_its_state_on_disk(tmp_path, ignored):
     words = ["reproduce", "figure2", "--out", str(tmp_path), "--steps", "20000", "--seeds", "1", "--jobs", "2"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "quarflow.cli", *words], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "quarflow.cli", *words],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN) if ignored else None,
     )
     running = [tmp_path / "runs" / f"figure2-{name}-seed0.json" for name in ("trick", "no-trick")]
     deadline = time.monotonic() + 100

@@ -45,7 +45,7 @@ class ELU(Activation):
 
     def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
         value = elu(h)
-        return value, torch.where(h > 0, torch.ones_like(h), value + 1)
+        return value, (value + 1).clamp(max=1)
 
     def curves(self, h: Tensor, second: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         value = elu(h)
