@@ -168,7 +168,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """To be told to end, as by ``timeout``, is Ctrl-C; also where Ctrl-C is ignored, as in jobs that a script started."""
+    """To be told to end, as by ``timeout``, is Ctrl-C; also where that is ignored, as in jobs that a script started."""
 
     def stop(number: int, frame: object) -> None:
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -19,6 +19,7 @@ from quarflow.bases import BASES, base
 from quarflow.checks import check_choice, check_count
 from quarflow.flow import Flow
 from quarflow.logdet import FullLogDet, RouletteLogDet, SeriesLogDet
+from quarflow.nn.convolution import ContractiveConvNet, TriangularConvNet
 from quarflow.nn.dense import ContractiveNet
 from quarflow.nn.triangular import TriangularNet
 from quarflow.solvers import SOLVERS
@@ -26,9 +27,10 @@ from quarflow.transforms.autoregressive import MaskedAffine
 from quarflow.transforms.base import Chain, Inverse, Transform
 from quarflow.transforms.bnaf import BNAF
 from quarflow.transforms.coupling import AdditiveCoupling, AffineCoupling
-from quarflow.transforms.elementwise import ActNorm, Affine, Standardise
+from quarflow.transforms.elementwise import ActNorm, Affine, Logit, Standardise
 from quarflow.transforms.mixing import LULinear, Permutation, Reverse
 from quarflow.transforms.planar import Planar, Radial, Sylvester
+from quarflow.transforms.reshape import MultiScale, Reshape, Squeeze
 from quarflow.transforms.residual import Residual
 
 MIXINGS = ("reverse", "lu", "permute", None)
@@ -491,3 +493,211 @@ def residual(features: int, context: int = 0, **options: Any) -> Flow:
     (False, True)
     """
     return _config(ResidualConfig, features=features, context=context, **options).build()
+
+
+def _scales(shape: tuple[int, int, int], blocks: tuple[int, ...], halve: bool) -> list[tuple[int, int, int]]:
+    """The shape of the image at each scale: a squeeze between two, which may finish half of the channels."""
+    shapes = [shape]
+    for _ in blocks[1:]:
+        channels, height, width = shapes[-1]
+        if height % 2 or width % 2:
+            raise ValueError(
+                f"blocks: expected at most {len(shapes)} scales for images of {shape}, whose height and width have to "
+                f"be even at each squeeze; got {len(blocks)}: {blocks}."
+            )
+        shapes.append((4 * channels // (2 if halve else 1), height // 2, width // 2))
+    return shapes
+
+
+@dataclass(frozen=True)
+class _ImageStack:
+    """What image models share: logit, then at each scale actnorm and ``blocks`` times a block and actnorm."""
+
+    shape: tuple[int, int, int]  # channels, height, width
+    context: int = 0
+    blocks: tuple[int, ...] = (16, 16, 16)  # at each scale; a squeeze between two
+    hidden: int = 512  # units of each of the two hidden layers of a block
+    activation: str = "elu"
+    sigma: float = 0.97
+    trick: bool = True
+    mixing: str | None = "reverse"
+    factor_out: bool = False  # half of the channels are finished at each squeeze
+    alpha: float | None = None  # of the logit; None: 1e-6 for one channel, 0.05 for more, as published
+    base: str = "normal"
+
+    def __post_init__(self) -> None:
+        for name in ("shape", "blocks"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
+            if not isinstance(value, tuple | list) or not value:
+                raise ValueError(f"{name}: expected a tuple of integers; got {value!r}.")
+            for n in value:
+                check_count(name, n)
+        if len(self.shape) != 3:
+            raise ValueError(f"shape: expected (channels, height, width); got {self.shape}.")
+        check_count("context", self.context, least=0)
+        check_choice("mixing", self.mixing, ("reverse", None))
+        check_choice("base", self.base, BASES)
+        _scales(self.shape, self.blocks, self.factor_out)
+
+    def block(self, shape: tuple[int, int, int], opening: bool) -> Transform:
+        """One block for images of ``shape``, with fresh weights; the first of a flow has no ``opening`` activation."""
+        raise NotImplementedError(f"{type(self).__name__} must define block(shape, opening) -> Transform.")
+
+    def last(self, shape: tuple[int, int, int]) -> list[Transform]:
+        """What comes behind the last scale."""
+        return []
+
+    def assemble(self) -> Flow:
+        alpha = (1e-6 if self.shape[0] == 1 else 0.05) if self.alpha is None else self.alpha
+        shapes, scales = _scales(self.shape, self.blocks, self.factor_out), []
+        for i, (shape, count) in enumerate(zip(shapes, self.blocks, strict=True)):
+            steps: list[Transform] = [ActNorm((shape[0], 1, 1), self.context)]
+            for j in range(count):
+                steps += [self.block(shape, opening=i + j > 0), ActNorm((shape[0], 1, 1), self.context)]
+                steps += [Reverse()] if self.mixing and j < count - 1 else []
+            scales.append([*steps, *([Squeeze()] if i < len(shapes) - 1 else self.last(shape))])
+        head: list[Transform] = [Logit(alpha)]
+        if self.factor_out:
+            body: list[Transform] = [MultiScale([Chain(scale) for scale in scales])]
+        else:
+            body = [step for scale in scales for step in scale]
+            body += [Reshape(shapes[-1], self.shape)] if len(shapes) > 1 else []
+        return Flow(Chain(head + body), base(self.base, self.shape), self.context)
+
+
+@dataclass(frozen=True)
+class QuarImageConfig(_ImageStack, ModelConfig):
+    """Options of `quar_image`."""
+
+    name: ClassVar[str] = "quar_image"
+
+    order: str = "pixel"  # of the coordinates: "pixel", raster order (the paper's), or "channel"
+    lipschitz: str = "coordinate"  # a bound for each channel; the paper: "diagonal", the largest for all
+    bound: str | None = None
+    dense_blocks: int = 0  # fully connected blocks behind the last scale
+    dense_hidden: tuple[int, ...] = (1,)  # their units for each value of the image
+    solver: str = "newton"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        hidden = self.dense_hidden
+        object.__setattr__(self, "dense_hidden", tuple(hidden) if isinstance(hidden, list) else hidden)
+        check_count("dense_blocks", self.dense_blocks, least=0)
+        check_choice("solver", self.solver, SOLVERS)
+
+    def block(self, shape: tuple[int, int, int], opening: bool) -> Transform:
+        net = TriangularConvNet(
+            shape[0],
+            self.hidden,
+            self.context,
+            self.activation,
+            self.order,
+            opening,
+            self.lipschitz,
+            self.sigma,
+            self.trick,
+            self.bound,
+        )
+        return Residual(net, solver=SOLVERS[self.solver]())
+
+    def last(self, shape: tuple[int, int, int]) -> list[Transform]:
+        size = torch.Size(shape).numel()
+        steps: list[Transform] = []
+        for _ in range(self.dense_blocks):
+            net = TriangularNet(
+                size,
+                self.dense_hidden,
+                self.context,
+                self.activation,
+                self.lipschitz,
+                self.sigma,
+                self.trick,
+                self.bound,
+            )
+            steps += [*([Reverse()] if self.mixing else []), Residual(net, solver=SOLVERS[self.solver]())]
+            steps += [ActNorm(size, self.context)]
+        return [Reshape(shape, (size,)), *steps, Reshape((size,), shape)] if steps else []
+
+
+def quar_image(shape: tuple[int, int, int], context: int = 0, **options: Any) -> Flow:
+    """A convolutional quasi-autoregressive residual flow (Gopal 2020) for images in [0, 1], (batch, C, H, W).
+
+    A block is `quarflow.nn.convolution.TriangularConvNet`, so ``log_prob`` is exact. Data of whole numbers 0 .. 255 get
+    uniform noise first: `quarflow.pixels.dequantise`; `quarflow.fit` and `quarflow.bits_per_dim` do so themselves.
+
+    Args:
+        shape: (channels, height, width).
+        context: number of conditioning features, 0 for none.
+        **options: the fields of `QuarImageConfig`: ``blocks`` (at each scale), ``hidden`` (a multiple of the channels
+            at every scale), ``activation``, ``order``, ``lipschitz``, ``sigma``, ``trick``, ``bound``, ``mixing``,
+            ``factor_out``, ``dense_blocks``, ``dense_hidden``, ``alpha``, ``base``, ``solver``.
+
+    >>> flow = quar_image((1, 4, 4), blocks=(1, 1), hidden=8)
+    >>> flow.log_prob(torch.rand(3, 1, 4, 4)).shape, flow.exact
+    (torch.Size([3]), True)
+    """
+    return _config(QuarImageConfig, shape=shape, context=context, **options).build()
+
+
+@dataclass(frozen=True)
+class ResidualImageConfig(_ImageStack, ModelConfig):
+    """Options of `residual_image`; by default the published ones."""
+
+    name: ClassVar[str] = "residual_image"
+
+    activation: str = "lipswish"
+    sigma: float = 0.98**3  # 0.98 for each layer
+    trick: bool = False
+    mixing: str | None = None
+    logdet: str = "roulette"
+    exact_terms: int = 2  # of the roulette in training, and `rate` more on average
+    distribution: str = "poisson"
+    rate: float = 2.0
+    eval_exact_terms: int = 20
+    memory_saving: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("logdet", self.logdet, ("roulette", "full"))
+
+    def block(self, shape: tuple[int, int, int], opening: bool) -> Transform:
+        net = ContractiveConvNet(
+            shape[0],
+            shape[1:],
+            self.hidden,
+            self.context,
+            self.activation,
+            opening,
+            self.sigma,
+            self.trick,
+        )
+        logdet: torch.nn.Module = FullLogDet()
+        if self.logdet == "roulette":
+            logdet = RouletteLogDet(
+                self.exact_terms,
+                self.distribution,
+                self.rate,
+                memory_saving=self.memory_saving,
+                eval_exact_terms=self.eval_exact_terms,
+            )
+        return Residual(net, logdet, SOLVERS["banach"]())
+
+
+def residual_image(shape: tuple[int, int, int], context: int = 0, **options: Any) -> Flow:
+    """A convolutional residual flow (Chen et al. 2019) for images in [0, 1], (batch, C, H, W).
+
+    A block is `quarflow.nn.convolution.ContractiveConvNet`; ``log_prob`` is an unbiased estimate, or exact with
+    ``logdet="full"``, for images of few pixels.
+
+    Args:
+        shape: (channels, height, width).
+        context: number of conditioning features, 0 for none.
+        **options: the fields of `ResidualImageConfig`: ``blocks``, ``hidden``, ``activation``, ``sigma``, ``trick``,
+            ``mixing``, ``factor_out``, ``alpha``, ``base``, ``logdet``, ``exact_terms``, ``distribution``, ``rate``,
+            ``eval_exact_terms``, ``memory_saving``.
+
+    >>> residual_image((1, 4, 4), blocks=(1, 1), hidden=8).log_prob(torch.rand(3, 1, 4, 4)).shape
+    torch.Size([3])
+    """
+    return _config(ResidualImageConfig, shape=shape, context=context, **options).build()

@@ -9,6 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Rows and columns of a layer's diagonal blocks through which the diagonal of the Jacobian passes.
+Live = tuple[slice, slice]
+WHOLE: Live = (slice(None), slice(None))
+
+# The neighbours (dy, dx) that a 3x3 window reads, by the order of the coordinates: in "pixel" order, raster order with
+# the channels of a pixel together, those before; in "channel" order, channel after channel, all.
+_RASTER = [(dy, dx) for dy in (-1, 0, 1) for dx in (-1, 0, 1)]
+TAPS = {"pixel": tuple(_RASTER[:5]), "channel": tuple(_RASTER)}
+CENTRE = 4  # of the taps: those before it come earlier in a raster
+
 
 def ranks(features: int, units: int) -> Tensor:
     """Rank of every unit of a layer that gives ``units`` units to each of ``features`` coordinates.
@@ -30,3 +40,22 @@ def triangular_mask(in_ranks: Tensor, out_ranks: Tensor, strict: bool = False) -
     """
     read, write = in_ranks[None, :], out_ranks[:, None]
     return read < write if strict else read <= write
+
+
+def window_mask(in_ranks: Tensor, out_ranks: Tensor, order: str) -> Tensor:
+    """``mask[o, i, t]``: whether output ``o`` of a pixel may read input ``i`` of the neighbour ``TAPS[order][t]``.
+
+    Ranks are channels. At the pixel itself a unit reads ranks up to its own. In "pixel" order it reads everything of
+    the pixels before; in "channel" order its own channel of the pixels before, and lower channels everywhere.
+
+    >>> window_mask(torch.arange(2), torch.arange(2), "pixel")[0].int()
+    tensor([[1, 1, 1, 1, 1],
+            [1, 1, 1, 1, 0]], dtype=torch.int32)
+    >>> window_mask(torch.arange(2), torch.arange(2), "channel")[1].int()
+    tensor([[1, 1, 1, 1, 1, 1, 1, 1, 1],
+            [1, 1, 1, 1, 1, 0, 0, 0, 0]], dtype=torch.int32)
+    """
+    here, below = triangular_mask(in_ranks, out_ranks), triangular_mask(in_ranks, out_ranks, strict=True)
+    before = torch.ones_like(here) if order == "pixel" else here
+    taps = len(TAPS[order])
+    return torch.stack([before] * CENTRE + [here] + [below] * (taps - CENTRE - 1), dim=2)

@@ -6,7 +6,7 @@ that the block-diagonal products of the Jacobian diagonal are contiguous batched
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import cast
 
@@ -20,7 +20,7 @@ from quarflow.kernels import usable
 from quarflow.nn.activations import Activation
 from quarflow.nn.activations import activation as make_activation
 from quarflow.nn.bounds import BOUNDS, LIPSCHITZ, floor, gram_norm, path_bound, power_norm
-from quarflow.nn.masks import ranks, triangular_mask
+from quarflow.nn.masks import WHOLE, Live, ranks, triangular_mask
 
 
 def without_autocast(x: Tensor) -> torch.autocast:
@@ -34,15 +34,15 @@ def without_autocast(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, enabled=False)
 
 
-def diagonal_blocks(weight: Tensor, features: int) -> Tensor:
-    """The diagonal blocks of a (features * out, features * in) matrix: (features, out, in).
+def diagonal_blocks(weight: Tensor, features: int, live: Live = WHOLE) -> Tensor:
+    """The diagonal blocks of a (features * out, features * in) matrix, or a part of each: (features, out, in).
 
     >>> diagonal_blocks(torch.arange(8.0).view(4, 2), 2).flatten(1)
     tensor([[0., 2.],
             [5., 7.]])
     """
     grid = weight.unflatten(0, (features, -1)).unflatten(2, (features, -1))
-    return grid.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    return grid.diagonal(dim1=0, dim2=2).permute(2, 0, 1)[:, live[0], live[1]]
 
 
 class TriangularLinear(nn.Module):
@@ -61,11 +61,15 @@ class TriangularLinear(nn.Module):
     """
 
     mask: Tensor
+    live: Live = WHOLE
 
-    def __init__(self, features: int, in_units: int, out_units: int, context: int = 0) -> None:
+    def __init__(
+        self, features: int, in_units: int, out_units: int, context: int = 0, mask: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.features, self.in_units, self.out_units = features, in_units, out_units
-        mask = triangular_mask(ranks(features, in_units), ranks(features, out_units))
+        if mask is None:
+            mask = triangular_mask(ranks(features, in_units), ranks(features, out_units))
         fan_in = mask.sum(1, keepdim=True) + context
         # As numbers: products with booleans convert them first, at every call.
         self.register_buffer("mask", mask.to(torch.get_default_dtype()), persistent=False)
@@ -77,7 +81,7 @@ class TriangularLinear(nn.Module):
 
     def matrices(self) -> tuple[Tensor, Tensor]:
         """The masked weight (features * out, features * in) and its diagonal blocks (features, out, in)."""
-        return self.weight * self.mask, diagonal_blocks(self.weight, self.features)
+        return self.weight * self.mask, diagonal_blocks(self.weight, self.features, self.live)
 
     def offset(self, context: Tensor | None) -> Tensor:
         """``b + C c``, shape (features * out, batch) or (features * out, 1)."""
@@ -96,8 +100,9 @@ def carry(
     blocks: Sequence[Tensor],
     offsets: Sequence[Tensor],
     activations: Sequence[Activation],
+    delta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Values and Jacobian diagonal, layer by layer, as in `TriangularNet`.
+    """Values and Jacobian diagonal, layer by layer, as in `TriangularNet`; ``delta`` is that of ``x``, by default 1.
 
     Shapes: ``x`` (features, batch); for each layer a weight (features * out, features * in), diagonal blocks
     (features, out, in) and an offset (features * out, batch or 1) -> (features, batch), (features, batch).
@@ -106,17 +111,18 @@ def carry(
     >>> carry(torch.ones(1, 2), [half], [half[None]], [half], [])
     (tensor([[1., 1.]]), tensor([[0.5000, 0.5000]]))
     """
-    value, delta = x, x.new_ones(len(x), 1, 1)
+    features = len(blocks[0])
+    value, delta = x, x.new_ones(features, 1, 1) if delta is None else delta
     for weight, block, offset, act in zip(weights, blocks, offsets, [*activations, None], strict=True):
         h = torch.addmm(offset, weight, value)
         with without_autocast(x):
             # The diagonal keeps the dtype of x under autocast: it is 1/D of the work and all of the log-det.
             delta = block @ delta
             if act is not None:
-                groups, slope = act(h.unflatten(0, (len(x), -1)))
+                groups, slope = act(h.unflatten(0, (features, -1)))
                 delta = delta.repeat(1, act.width, 1) * slope
                 value = groups.flatten(0, 1)
-    return h, delta.squeeze(1).expand(x.shape)
+    return h, delta.squeeze(1).expand(features, x.shape[1])
 
 
 def network(
@@ -128,25 +134,29 @@ def network(
     activations: Sequence[Activation],
     sigma: float,
     shared: bool,
+    features: int,
+    delta: Tensor | None = None,
+    live: Sequence[Live] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`carry` with the rows of the last layer times ``sigma / (softplus(theta) + B)``, ``B`` the bound of the paths.
 
-    ``shared`` takes the largest ``B`` for all coordinates (``lipschitz="diagonal"``). This is the readable reference of
-    `quarflow.kernels.triangular.network`.
+    ``shared`` takes the largest ``B`` for all coordinates (``lipschitz="diagonal"``), ``live`` is a part of each
+    layer's diagonal blocks. This is the readable reference of `quarflow.kernels.triangular.network`.
 
     >>> one = torch.ones(1, 1)
-    >>> value, diagonal = network(torch.ones(1, 2), [one], [one], [0 * one], None, [], 0.9, False)
+    >>> value, diagonal = network(torch.ones(1, 2), [one], [one], [0 * one], None, [], 0.9, False, 1)
     >>> 0.899 < diagonal.max().item() <= 0.9
     True
     """
     with without_autocast(x):
-        blocks = [diagonal_blocks(w, len(x)) for w in weights]
+        parts = live or [WHOLE] * len(weights)
+        blocks = [diagonal_blocks(w, features, part) for w, part in zip(weights, parts, strict=True)]
         weights = [w * m for w, m in zip(weights, masks, strict=True)]
         bound = path_bound(blocks, [a.width for a in activations])
-        bound = bound.max().expand(len(x)) if shared else bound
+        bound = bound.max().expand(features) if shared else bound
         total = (bound if theta is None else bound + softplus(theta)).clamp_min(floor(x))
         weights[-1], blocks[-1] = scale_rows(weights[-1], blocks[-1], sigma / total)
-    return carry(x, weights, blocks, offsets, activations)
+    return carry(x, weights, blocks, offsets, activations, delta)
 
 
 def scale_rows(weight: Tensor, blocks: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,7 +170,114 @@ def scale_rows(weight: Tensor, blocks: Tensor, scale: Tensor) -> tuple[Tensor, T
     return (weight.unflatten(0, (len(blocks), -1)) * scale).flatten(0, 1), blocks * scale
 
 
-class TriangularNet(nn.Module):
+class BoundedNet(nn.Module):
+    """What triangular networks share: layers of a block lower triangular matrix each, and the bound of their slopes.
+
+    Args:
+        features: number of groups of units.
+        layers: of `TriangularLinear`, the last with one live row for each group.
+        activations: between them.
+        opening: activation before the first layer, if there is one.
+        lipschitz, sigma, trick, bound: as in `TriangularNet`.
+
+    >>> layers = [TriangularLinear(2, 1, 4), TriangularLinear(2, 4, 1)]
+    >>> net = BoundedNet(2, layers, [make_activation("sine")], None, "coordinate", 0.9, True, None)
+    >>> [w.shape for w in net.matrices()[0]]
+    [torch.Size([8, 2]), torch.Size([2, 8])]
+    """
+
+    def __init__(
+        self,
+        features: int,
+        layers: Iterable[TriangularLinear],
+        activations: Iterable[Activation],
+        opening: Activation | None,
+        lipschitz: str,
+        sigma: float,
+        trick: bool,
+        bound: str | None,
+    ) -> None:
+        super().__init__()
+        check_sigma(sigma)
+        check_choice("lipschitz", lipschitz, LIPSCHITZ)
+        bound = bound or ("gram" if lipschitz == "network" else "paths")
+        check_choice("bound", bound, BOUNDS)
+        if bound == "paths" and lipschitz == "network":
+            raise ValueError("bound: lipschitz='network' needs spectral norms, 'gram' or 'power'; got 'paths'.")
+        self.features = features
+        self.lipschitz, self.sigma, self.bound = lipschitz, sigma, bound
+        self.opening = opening
+        self.activations = nn.ModuleList(activations)
+        self.layers = nn.ModuleList(layers)
+        self.theta = nn.Parameter(torch.zeros(features)) if trick else None
+
+    def _layers(self) -> list[TriangularLinear]:
+        return cast("list[TriangularLinear]", list(self.layers))
+
+    def _activations(self) -> list[Activation]:
+        return cast("list[Activation]", list(self.activations))
+
+    def matrices(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Weights and diagonal blocks of every layer, scaled such that the bound holds."""
+        pairs = [layer.matrices() for layer in self._layers()]
+        weights, blocks = [w for w, _ in pairs], [b for _, b in pairs]
+        if self.bound == "paths":
+            widths, paths = [a.width for a in self._activations()], blocks
+            if self.opening is not None:
+                widths, paths = [self.opening.width, *widths], [blocks[0].new_ones(self.features, 1, 1), *blocks]
+            norms = [path_bound(paths, widths)]
+        else:
+            # Power iteration starts from noise: an inverse, without gradients, needs the same F at every step.
+            estimate = self.bound == "power" and self.training and torch.is_grad_enabled()
+            norm = power_norm if estimate else gram_norm
+            norms = [norm(m) for m in (weights if self.lipschitz == "network" else blocks)]
+        if self.lipschitz == "diagonal":
+            norms = [n.max() for n in norms]
+        if self.theta is None and self.bound != "paths":
+            # Each layer on its own, to a norm of sigma^(1/L).
+            share = self.sigma ** (1 / len(norms))
+            scales = [share / n.clamp_min(floor(n)) for n in norms]
+            pairs = [scale_rows(w, b, s) for w, b, s in zip(weights, blocks, scales, strict=True)]
+            return [w for w, _ in pairs], [b for _, b in pairs]
+        theta = 0.0 if self.theta is None else softplus(self.theta)
+        total = (theta + prod(norms[1:], start=norms[0])).clamp_min(floor(norms[0]))
+        weights[-1], blocks[-1] = scale_rows(weights[-1], blocks[-1], self.sigma / total)
+        return weights, blocks
+
+    def _fused(self, x: Tensor) -> bool:
+        acts = self._activations() if self.opening is None else [self.opening, *self._activations()]
+        return usable(x) and all(a.curves is not None for a in acts)
+
+    def _run(
+        self, x: Tensor, offsets: Sequence[Tensor], delta: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Values and diagonal of the layers at ``x`` (rows, batch): by the kernel where it may run."""
+        activations = self._activations()
+        if self.bound == "paths" and self._fused(x):
+            layers, shared = self._layers(), self.lipschitz == "diagonal"
+            weights, masks = [layer.weight for layer in layers], [layer.mask for layer in layers]
+            live = [layer.live for layer in layers]
+            return fast.network(
+                x, weights, masks, offsets, self.theta, activations, self.sigma, shared, self.features, delta, live
+            )
+        with without_autocast(x):
+            matrices = self.matrices()
+        return carry(x, *matrices, offsets, activations, delta)
+
+    def _prepared(self, offsets: Sequence[Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+        """`_run` without gradients at the weights of now."""
+        (weights, blocks), activations = self.matrices(), self._activations()
+
+        def run(x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            return (fast.carry if self._fused(x) else carry)(x, weights, blocks, offsets, activations, delta)
+
+        return run
+
+    def extra_repr(self) -> str:
+        return f"lipschitz={self.lipschitz!r}, sigma={self.sigma}, trick={self.theta is not None}, bound={self.bound!r}"
+
+
+class TriangularNet(BoundedNet):
     """``x -> (F(x), d(x))`` with ``dF_i/dx_j = 0`` for ``j > i``, ``d_i = dF_i/dx_i`` and ``|d_i| <= sigma``.
 
         a_0 = x,  h_l = W_l a_{l-1} + b_l + C_l c,  a_l = phi(h_l),  F = W_L a_{L-1} + b_L + C_L c
@@ -202,92 +319,36 @@ class TriangularNet(nn.Module):
         trick: bool = True,
         bound: str | None = None,
     ) -> None:
-        super().__init__()
         check_count("features", features)
         check_count("context", context, least=0)
         if not isinstance(hidden, Sequence) or isinstance(hidden, str) or not hidden:
             raise ValueError(f"hidden: expected units for each hidden layer, such as (64, 64); got {hidden!r}.")
         for units in hidden:
             check_count("hidden", units)
-        check_sigma(sigma)
-        check_choice("lipschitz", lipschitz, LIPSCHITZ)
-        bound = bound or ("gram" if lipschitz == "network" else "paths")
-        check_choice("bound", bound, BOUNDS)
-        if bound == "paths" and lipschitz == "network":
-            raise ValueError("bound: lipschitz='network' needs spectral norms, 'gram' or 'power'; got 'paths'.")
-        self.features, self.context_features = features, context
-        self.lipschitz, self.sigma, self.bound = lipschitz, sigma, bound
         activations = [make_activation(activation) for _ in hidden]
         outputs = [units * a.width for units, a in zip(hidden, activations, strict=True)]
-        self.activations = nn.ModuleList(activations)
-        self.layers = nn.ModuleList(
+        layers = [
             TriangularLinear(features, read, write, context)
             for read, write in zip([1, *outputs], [*hidden, 1], strict=True)
-        )
-        self.theta = nn.Parameter(torch.zeros(features)) if trick else None
-
-    def _layers(self) -> list[TriangularLinear]:
-        return cast("list[TriangularLinear]", list(self.layers))
-
-    def _activations(self) -> list[Activation]:
-        return cast("list[Activation]", list(self.activations))
-
-    def matrices(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Weights and diagonal blocks of every layer, scaled such that the bound holds."""
-        pairs = [layer.matrices() for layer in self._layers()]
-        weights, blocks = [w for w, _ in pairs], [b for _, b in pairs]
-        if self.bound == "paths":
-            norms = [path_bound(blocks, [a.width for a in self._activations()])]
-        else:
-            # Power iteration starts from noise: an inverse, without gradients, needs the same F at every step.
-            estimate = self.bound == "power" and self.training and torch.is_grad_enabled()
-            norm = power_norm if estimate else gram_norm
-            norms = [norm(m) for m in (weights if self.lipschitz == "network" else blocks)]
-        if self.lipschitz == "diagonal":
-            norms = [n.max() for n in norms]
-        if self.theta is None and self.bound != "paths":
-            # Each layer on its own, to a norm of sigma^(1/L).
-            share = self.sigma ** (1 / len(norms))
-            scales = [share / n.clamp_min(floor(n)) for n in norms]
-            pairs = [scale_rows(w, b, s) for w, b, s in zip(weights, blocks, scales, strict=True)]
-            return [w for w, _ in pairs], [b for _, b in pairs]
-        theta = 0.0 if self.theta is None else softplus(self.theta)
-        total = (theta + prod(norms[1:], start=norms[0])).clamp_min(floor(norms[0]))
-        weights[-1], blocks[-1] = scale_rows(weights[-1], blocks[-1], self.sigma / total)
-        return weights, blocks
+        ]
+        super().__init__(features, layers, activations, None, lipschitz, sigma, trick, bound)
+        self.context_features = context
 
     def _offsets(self, context: Tensor | None) -> list[Tensor]:
         c = None if context is None else context.mT
         return [layer.offset(c) for layer in self._layers()]
 
-    def _fused(self, x: Tensor) -> bool:
-        return usable(x) and all(a.curves is not None for a in self._activations())
-
     @torch.no_grad()
     def prepare(self, context: Tensor | None = None) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         """`forward` without gradients at one context, for solvers: what does not depend on ``x`` is done once."""
-        (weights, blocks), offsets, activations = self.matrices(), self._offsets(context), self._activations()
+        run = self._prepared(self._offsets(context))
 
         def evaluate(x: Tensor) -> tuple[Tensor, Tensor]:
-            run = fast.carry if self._fused(x) else carry
-            value, diagonal = run(x.mT, weights, blocks, offsets, activations)
+            value, diagonal = run(x.mT)
             return value.mT.to(x.dtype), diagonal.mT
 
         return evaluate
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        offsets, activations = self._offsets(context), self._activations()
-        if self.bound == "paths" and self._fused(x):
-            layers, shared = self._layers(), self.lipschitz == "diagonal"
-            weights, masks = [layer.weight for layer in layers], [layer.mask for layer in layers]
-            value, diagonal = fast.network(
-                x.mT, weights, masks, offsets, self.theta, activations, self.sigma, shared
-            )
-        else:
-            with without_autocast(x):
-                matrices = self.matrices()
-            value, diagonal = carry(x.mT, *matrices, offsets, activations)
+        value, diagonal = self._run(x.mT, self._offsets(context))
         return value.mT.to(x.dtype), diagonal.mT
-
-    def extra_repr(self) -> str:
-        return f"lipschitz={self.lipschitz!r}, sigma={self.sigma}, trick={self.theta is not None}, bound={self.bound!r}"

@@ -7,6 +7,7 @@ from quarflow.transforms.coupling import AdditiveCoupling, AffineCoupling
 from quarflow.transforms.elementwise import ActNorm, Affine, Logit, Sigmoid, Standardise
 from quarflow.transforms.mixing import LULinear, Permutation, Reverse
 from quarflow.transforms.planar import Planar, Radial, Sylvester
+from quarflow.transforms.reshape import MultiScale, Reshape, Squeeze
 from quarflow.transforms.residual import Residual
 
 __all__ = [
@@ -20,12 +21,15 @@ __all__ = [
     "LULinear",
     "Logit",
     "MaskedAffine",
+    "MultiScale",
     "Permutation",
     "Planar",
     "Radial",
+    "Reshape",
     "Residual",
     "Reverse",
     "Sigmoid",
+    "Squeeze",
     "Standardise",
     "Sylvester",
     "Transform",

@@ -19,11 +19,15 @@ def _shape(features: int | Sequence[int]) -> tuple[int, ...]:
     return shape
 
 
-def _moments(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Mean and deviation over the batch; an error where a deviation is zero or there is nothing to measure."""
+def _moments(x: Tensor, shape: tuple[int, ...], name: str) -> tuple[Tensor, Tensor]:
+    """Mean and deviation over the batch; an error where a deviation is zero or there is nothing to measure.
+
+    With a ``shape`` of (C, 1, 1) they are those of channels, over all pixels.
+    """
     if len(x) < 2:
         raise ValueError(f"x: expected at least 2 rows to initialise {name} from; got {len(x)}. Pass more data.")
-    mean, deviation = x.mean(0), x.std(0)
+    rows = x.movedim(1, -1).flatten(0, -2) if shape[1:] == (1,) * (x.ndim - 2) else x
+    mean, deviation = rows.mean(0).view(shape), rows.std(0).view(shape)
     # A constant column leaves a deviation of rounding size, not always exactly zero.
     constant = deviation <= 4 * torch.finfo(x.dtype).eps * mean.abs()
     if bool((constant | ~torch.isfinite(deviation)).any()):
@@ -38,7 +42,8 @@ def _moments(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
 class Affine(Transform):
     """``z = exp(a) x + b`` with learnable ``a`` and ``b``, linear in the context if there is one.
 
-    Shapes: (batch, *features) -> (batch, *features).
+    Shapes: (batch, *features) -> (batch, *features). With features (C, 1, 1) images (batch, C, H, W) of any size have
+    a scale and a shift for each channel.
 
     >>> Affine(2)(torch.ones(1, 2))
     (tensor([[1., 1.]], grad_fn=<AddcmulBackward0>), tensor([0.], grad_fn=<ExpandBackward0>))
@@ -70,7 +75,9 @@ class Affine(Transform):
         return (z - b) * (-a).exp(), -self._total(a, z)
 
     def _total(self, a: Tensor, x: Tensor) -> Tensor:
-        return a.flatten(1).sum(1) if a.ndim > len(self.shape) else a.sum().expand(x.shape[0])
+        total = a.flatten(1).sum(1) if a.ndim > len(self.shape) else a.sum().expand(x.shape[0])
+        places = x.shape[1:].numel() // self.shift.numel()  # at which each scale acts
+        return total if places == 1 else places * total
 
     def extra_repr(self) -> str:
         return ", ".join(map(str, self.shape)) + ("" if self.context is None else f", context={self.context.shape[1]}")
@@ -86,7 +93,7 @@ class ActNorm(Affine):
 
     @torch.no_grad()
     def initialise(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        mean, deviation = _moments(x, "ActNorm")
+        mean, deviation = _moments(x, self.shape, "ActNorm")
         self.log_scale.copy_(-deviation.log())
         self.shift.copy_(-mean / deviation)
         return self.forward(x, context)[0]
@@ -110,14 +117,18 @@ class Standardise(Transform):
         self.register_buffer("deviation", torch.ones(self.shape))
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return (x - self.mean) / self.deviation, -self.deviation.log().sum().expand(x.shape[0])
+        return (x - self.mean) / self.deviation, -self._total(x)
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return z * self.deviation + self.mean, self.deviation.log().sum().expand(z.shape[0])
+        return z * self.deviation + self.mean, self._total(z)
+
+    def _total(self, x: Tensor) -> Tensor:
+        places = x.shape[1:].numel() // self.mean.numel()
+        return (places * self.deviation.log().sum()).expand(x.shape[0])
 
     @torch.no_grad()
     def initialise(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        mean, deviation = _moments(x, "Standardise")
+        mean, deviation = _moments(x, self.shape, "Standardise")
         self.mean.copy_(mean)
         self.deviation.copy_(deviation)
         return self.forward(x, context)[0]

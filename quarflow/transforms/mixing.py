@@ -36,14 +36,14 @@ class Permutation(Transform):
 
 
 class Reverse(Transform):
-    """``z_i = x_{D+1-i}``; ``ladj = 0``.
+    """``z_i = x_{D+1-i}``; ``ladj = 0``. Of images, all axes are reversed: that reverses either order of coordinates.
 
     >>> Reverse()(torch.tensor([[1.0, 2.0, 3.0]]))[0]
     tensor([[3., 2., 1.]])
     """
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return x.flip(1), x.new_zeros(x.shape[0])
+        return x.flip(tuple(range(1, x.ndim))), x.new_zeros(x.shape[0])
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self.forward(z)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -18,6 +19,7 @@ class Residual(Transform):
     Args:
         net: ``net(x, context) -> (F(x), d(x))``; ``d`` is the diagonal of ``dF/dx`` if that is lower
             triangular, else None. ``net.sigma`` < 1 bounds ``|d_i|`` (with a diagonal) or ``||dF/dx||`` (without).
+            ``net.axes``, if there is one and it is not None, brings the axes of ``x`` into the order of triangularity.
         logdet: ``logdet(net, x, context) -> (F(x), log|det(I + dF/dx)|)``.
         solver: of ``x + F(x) = z``.
 
@@ -45,7 +47,19 @@ class Residual(Transform):
     def solve(self, z: Tensor, context: Tensor | None = None) -> Solution:
         """The inverse with its statistics; rows that failed are marked, not raised."""
         prepare = getattr(self.net, "prepare", None)
-        return self.solver(prepare(context) if prepare else lambda x: self.net(x, context), z, self.sigma)
+        net = prepare(context) if prepare else lambda x: self.net(x, context)
+        axes = getattr(self.net, "axes", None)
+        if axes is None:
+            return self.solver(net, z, self.sigma)
+        there = (0, *axes)
+        back = torch.tensor(there).argsort().tolist()
+
+        def ordered(x: Tensor) -> tuple[Tensor, Tensor]:
+            value, diagonal = net(x.permute(back))
+            return value.permute(there), diagonal.permute(there)
+
+        s = self.solver(ordered, z.permute(there), self.sigma)
+        return replace(s, x=s.x.permute(back), diagonal=None if s.diagonal is None else s.diagonal.permute(back))
 
     @conditioned
     def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
