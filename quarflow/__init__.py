@@ -11,6 +11,7 @@ from quarflow import bases, interop, models, solvers, transforms
 from quarflow.checkpoint import load, save
 from quarflow.evaluation import evaluate
 from quarflow.flow import Flow
+from quarflow.pixels import bits_per_dim
 from quarflow.solvers import NotConverged
 from quarflow.training import History, TrainingDiverged, fit
 
@@ -21,6 +22,7 @@ __all__ = [
     "NotConverged",
     "TrainingDiverged",
     "bases",
+    "bits_per_dim",
     "evaluate",
     "fit",
     "interop",

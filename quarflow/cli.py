@@ -147,6 +147,150 @@ def reproduce(
         raise typer.Exit(1)
 
 
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="mnist, fashion-mnist, cifar10, digits (small, comes with scikit-learn), or a folder of PNG files.",
+        show_default=False,
+    ),
+]
+Folder = Annotated[
+    Path | None,
+    typer.Option(help="Where the original files are.", show_default="$QUARFLOW_DATA, or ~/.cache/quarflow"),
+]
+Download = Annotated[bool, typer.Option("--download", help="Fetch missing files from their public homes.")]
+Model = Annotated[Path, typer.Argument(help="A file that `train` or `quarflow.save` wrote.", show_default=False)]
+
+
+@app.command()
+def train(
+    source: Source,
+    out: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Folder of the results.", show_default="runs/SOURCE")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(dir_okay=False, help="A TOML file with what differs.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="SECTION.KEY=VALUE",
+            help="An option of the file, such as model.hidden=192 or training.max_steps=1000; may be repeated.",
+        ),
+    ] = None,
+    folder: Folder = None,
+    download: Download = False,
+    device: Annotated[Device, typer.Option(help="Where to train.")] = Device.cpu,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in OUT.")] = False,
+) -> None:
+    """Train a flow on images: bits/dim on the test set, a model, a log and samples.
+
+    Ctrl-C writes the state, and `--resume` goes on from there. Every option that a run had is in OUT/config.toml.
+    """
+    from quarflow import runs
+
+    console = Console(stderr=True)
+    out = out or Path("runs") / Path(source).name
+    with _errors():
+        file = {} if config is None else runs.read_config(config)
+        if resume and config is None and (out / "config.toml").exists():
+            file = runs.read_config(out / "config.toml")
+        run = runs.Run.of(source, _with_data(file, folder, download), set_ or [])
+        _check_device(device)
+    try:
+        with _terminable(), _errors():
+            result = runs.train(run, out, device.value, resume, lambda text: console.print(text, highlight=False))
+    except KeyboardInterrupt:
+        console.print(f"Interrupted. The state is in {out}; the same command with --resume goes on from there.")
+        raise typer.Exit(INTERRUPTED) from None
+    noise = "" if result["test_bpd_noise_se"] is None else f", noise ± {result['test_bpd_noise_se']:.4f}"
+    typer.echo(
+        f"{result['test_bpd']:.4f} ± {result['test_bpd_se']:.4f} bits/dim on {result['test_images']} test images"
+        f"{noise}; {result['steps']} steps in {result['minutes']:.1f} minutes"
+    )
+    typer.echo(f"{out / 'model.qf'}\n{out / 'samples.png'}\n{out / 'result.json'}")
+
+
+@app.command()
+def evaluate(
+    model: Model,
+    source: Source,
+    folder: Folder = None,
+    download: Download = False,
+    draws: Annotated[int, typer.Option(min=1, help="Draws of the noise that makes whole numbers continuous.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 256,
+    device: Annotated[Device, typer.Option(help="Where to evaluate.")] = Device.cpu,
+    json_: Annotated[bool, typer.Option("--json", help="Numbers as JSON.")] = False,
+) -> None:
+    """Bits per dimension of a model on the whole test set, and how well it reconstructs images."""
+    import json
+
+    from quarflow import runs
+    from quarflow.checkpoint import load
+    from quarflow.pixels import bits_per_dim, reconstruction_error
+
+    with _errors():
+        _check_device(device)
+        flow = load(model).to(device.value)
+        images = runs.images_of(source, {"folder": folder, "download": download})
+        found = bits_per_dim(flow, images.test, draws=draws, batch_size=batch_size)
+        error = reconstruction_error(flow, images.test[:batch_size])
+    if json_:
+        typer.echo(json.dumps({**vars(found), "reconstruction_error": error}))
+    else:
+        typer.echo(f"{found}\nlargest error of a reconstruction: {error:.1e} (of {min(batch_size, found.n)} images)")
+
+
+@app.command()
+def sample(
+    model: Model,
+    out: Annotated[Path, typer.Option("--out", "-o", dir_okay=False, help="The PNG file to write.")] = Path(
+        "samples.png"
+    ),
+    n: Annotated[int, typer.Option("-n", min=1, help="How many images.")] = 64,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,
+    device: Annotated[Device, typer.Option(help="Where to sample.")] = Device.cpu,
+) -> None:
+    """Draw images from a model, as one grid."""
+    from quarflow import runs
+    from quarflow.checkpoint import load
+
+    with _errors():
+        _check_device(device)
+        flow = load(model).to(device.value)
+        if len(flow.event_shape) != 3:
+            raise ValueError(f"model: expected a model of images; {model} is of vectors of {flow.event_shape.numel()}.")
+        runs.save_samples(flow, out, n, seed)
+    typer.echo(out)
+
+
+def _with_data(file: dict[str, Any], folder: Path | None, download: bool) -> dict[str, Any]:
+    """The sections of a file, with the data options of the command line over its own."""
+    given = {"folder": None if folder is None else str(folder), "download": download or None}
+    return file | {"data": file.get("data", {}) | {k: v for k, v in given.items() if v is not None}}
+
+
+def _check_device(device: Device) -> None:
+    import torch
+
+    if device is Device.cuda and not torch.cuda.is_available():
+        raise ValueError("device: expected a device of this machine; got 'cuda', and torch sees none. Use cpu.")
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """What a user can mend is a message and exit code 2, what failed while it ran is one with exit code 1."""
+    from quarflow.training import TrainingDiverged
+
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        raise typer.BadParameter(str(error)) from error
+    except (TrainingDiverged, ArithmeticError, OSError, MemoryError, ImportError) as error:
+        Console(stderr=True).print(f"{type(error).__name__}: {error}", highlight=False, markup=False)
+        raise typer.Exit(1) from error
+
+
 def _experiments() -> ModuleType:
     """The module that reproduces: it comes with quarflow, but quarflow does not depend on it."""
     try:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quarflow.checks import check_context, check_count, check_tensor
+from quarflow.pixels import check_images, dequantise
 
 if TYPE_CHECKING:
     from quarflow.flow import Flow
@@ -34,6 +35,8 @@ class Evaluation:
 def evaluate(flow: Flow, x: object, context: object = None, batch_size: int | None = None) -> Evaluation:
     """Mean ``log_prob`` of the rows of ``x``, a tensor or array (n, *event); in batches, without gradients.
 
+    uint8 images get uniform noise first, always the same. See `quarflow.bits_per_dim` for their usual unit.
+
     >>> import quarflow as qf
     >>> flow = qf.models.quar(features=2, blocks=2, hidden=(4,))
     >>> evaluate(flow, torch.randn(100, 2)).n
@@ -45,12 +48,14 @@ def evaluate(flow: Flow, x: object, context: object = None, batch_size: int | No
     check_count("batch_size", batch_size)
     training = flow.training
     flow.eval()
+    noise = torch.Generator(x.device).manual_seed(0)
     try:
         with torch.no_grad():
-            parts = [
-                flow.log_prob(x[i : i + batch_size], None if context is None else context[i : i + batch_size])
-                for i in range(0, len(x), batch_size)
-            ]
+            parts = []
+            for i in range(0, len(x), batch_size):
+                rows = x[i : i + batch_size]
+                values = dequantise(rows, flow.base.anchor, noise) if rows.dtype == torch.uint8 else rows
+                parts.append(flow.log_prob(values, None if context is None else context[i : i + batch_size]))
     finally:
         flow.train(training)
     log_prob = torch.cat(parts).double()
@@ -75,7 +80,12 @@ def as_data(flow: Flow, x: object, context: object = None) -> tuple[Tensor, Tens
     (tensor([[1., 2.]]), None)
     """
     like = flow.base.anchor
-    rows = as_rows("x", x, tuple(flow.event_shape), like)
+    rows = as_tensor("x", x)
+    if rows.dtype == torch.uint8 and len(flow.event_shape) == 3:
+        check_images(flow, rows)
+        rows = rows.to(like.device)
+    else:
+        rows = as_rows("x", rows, tuple(flow.event_shape), like)
     if context is None or flow.context_features == 0:
         check_context(context, flow.context_features, like)
         return rows, None

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from quarflow.checks import check_count, check_tensor
-from quarflow.flow import Flow
 from quarflow.solvers import unchecked
 from quarflow.transforms.base import Chain, Transform
 from quarflow.transforms.reshape import MultiScale, Reshape, Squeeze
+
+if TYPE_CHECKING:
+    from quarflow.flow import Flow
 
 LEVELS = 256
 
@@ -108,6 +111,24 @@ def _bits(flow: Flow, x: Tensor, context: Tensor | None, batch: int, generator: 
         c = None if context is None else context[i : i + batch]
         parts.append(flow.log_prob(v, c, generator).double())
     return torch.cat(parts)
+
+
+@torch.no_grad()
+def reconstruction_error(flow: Flow, x: Tensor, context: Tensor | None = None) -> float:
+    """The largest ``|inverse(forward(v)) - v|`` of dequantised uint8 images, values in [0, 1].
+
+    >>> import quarflow as qf
+    >>> flow = qf.models.quar_image((1, 4, 4), blocks=(1,), hidden=4)
+    >>> reconstruction_error(flow, torch.full((5, 1, 4, 4), 100, dtype=torch.uint8)) < 1e-5
+    True
+    """
+    check_images(flow, x)
+    anchor = flow.base.anchor
+    v = dequantise(x, anchor, torch.Generator(anchor.device).manual_seed(0))
+    c = flow._context_rows(context, v.shape[:1])
+    with unchecked():
+        back = flow.transform.inverse(flow.transform(v, c)[0], c)[0]
+    return (back - v).abs().max().item()
 
 
 def check_images(flow: Flow, x: object) -> None:

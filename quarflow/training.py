@@ -33,6 +33,7 @@ from torch import Tensor
 from quarflow.checkpoint import CheckpointError, read_tensors, to_json, write_tensors
 from quarflow.checks import check_choice, check_count, check_positive
 from quarflow.evaluation import as_data, as_rows, as_tensor, rows_at_once
+from quarflow.pixels import dequantise
 
 if TYPE_CHECKING:
     from quarflow.flow import Flow
@@ -172,6 +173,10 @@ class Rows:
         context = None if self.context is None else self.context[rows]
         return Rows(self.x[rows], context, None if self.weights is None else self.weights[rows])
 
+    def values(self, like: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """``x`` as a flow takes it: images of whole numbers with uniform noise, drawn anew at each call."""
+        return dequantise(self.x, like, generator) if self.x.dtype == torch.uint8 else self.x
+
 
 def schedule(progress: float, warmup: float) -> float:
     """The learning rate over its peak: a line up during ``warmup``, then half a cosine down to zero.
@@ -236,7 +241,7 @@ class Trainer:
 
     def loss(self, batch: Rows) -> Tensor:
         """``-mean(w log p(x | context))``."""
-        log_prob = self.model(batch.x, batch.context)
+        log_prob = self.model(batch.values(self.flow.base.anchor), batch.context)
         return -(log_prob if batch.weights is None else batch.weights * log_prob).mean()
 
     def update(self, batch: Rows) -> None:
@@ -312,7 +317,7 @@ class Trainer:
         if self.validation is None or self.step in self.history.validation_steps[-1:]:
             return
         self.look()
-        with self._averaged():
+        with self.averaged():
             nats = mean_log_prob(self.flow, self.validation)
         history = self.history
         history.validation_steps.append(self.step)
@@ -329,7 +334,7 @@ class Trainer:
             self.misses += 1
 
     @contextmanager
-    def _averaged(self) -> Iterator[None]:
+    def averaged(self) -> Iterator[None]:
         """The flow with its averaged weights, in ``eval()`` mode."""
         kept = [t.clone() for t in self.live]
         torch._foreach_copy_(self.live, self.average)
@@ -356,7 +361,8 @@ class Trainer:
         grads = {name: p.grad for name, p in self.named.items() if p.grad is not None}
         bad = [name for name, grad in grads.items() if not bool(torch.isfinite(grad).all())]
         if not bool(torch.isfinite(loss)):
-            cause = f"the loss is {loss.item()}: {self.flow.diagnose(batch.x, batch.context)}"
+            x = batch.values(self.flow.base.anchor)
+            cause = f"the loss is {loss.item()}: {self.flow.diagnose(x, batch.context)}"
         elif bad:
             cause = f"the loss is {loss.item():.4g}, but the gradient is not finite in {', '.join(bad[:3])}"
             cause += f" and {len(bad) - 3} more" * (len(bad) > 3)
@@ -473,7 +479,8 @@ def fit(
     """Maximum likelihood: leaves ``flow`` with the best weights for the rows of ``x``, in ``eval()`` mode.
 
     Args:
-        x: (n, *event), a tensor or an array; brought to the flow's dtype and device.
+        x: (n, *event), a tensor or an array; brought to the flow's dtype and device. Images may be uint8: they get
+            uniform noise at each step (`quarflow.pixels.dequantise`).
         context: (n, context features) if the flow is conditional.
         weights: (n,), not negative; rows count in proportion, in training and in validation.
         validation: the part of the rows that is held out, in [0, 1); or the rows themselves, ``x`` or
@@ -521,7 +528,7 @@ def fit(
             f"checkpoint: expected a file in a folder that exists; got {checkpoint}. Create the folder."
         )
     train, held_out = _split(flow, x, context, weights, validation, options.seed)
-    with _seeded(train.x.device, options.seed), interruptible() as interrupted, _bar(progress) as show:
+    with _seeded(train.x.device, options.seed), interruptible() as interrupted, bar(progress) as show:
         going_on = resume and checkpoint is not None and os.path.exists(checkpoint)
         if resume and not going_on:
             warnings.warn(f"{checkpoint}: nothing to resume from; starting from the beginning.", stacklevel=2)
@@ -529,7 +536,7 @@ def fit(
             # Actnorm needs good means and variances, not every row.
             order = permutation(len(train), options.seed, 0)[: max(256, 8 * rows_at_once(train.x))]
             some = train[order.to(train.x.device)]
-            flow.initialise(some.x, some.context)
+            flow.initialise(some.values(flow.base.anchor), some.context)
         flow.train()
         trainer = Trainer(flow, train, held_out, options)
         trainer.started = started
@@ -607,10 +614,11 @@ def mean_log_prob(flow: Flow, rows: Rows) -> float:
     """The weighted mean of ``log p`` over ``rows``, without gradients."""
     size = rows_at_once(rows.x)
     total = torch.zeros((), dtype=torch.float64, device=rows.x.device)
+    noise = torch.Generator(rows.x.device).manual_seed(0)  # the same each time: what changes are the weights
     with torch.no_grad():
         for i in range(0, len(rows), size):
             part = rows[i : i + size]
-            log_prob = flow(part.x, part.context).double()
+            log_prob = flow(part.values(flow.base.anchor, noise), part.context).double()
             total += (log_prob if part.weights is None else part.weights * log_prob).sum()
     return total.item() / len(rows)
 
@@ -691,7 +699,7 @@ def _digest(data: Tensor | None) -> object:
     """Shape and a checksum; integer sums wrap around and are the same in any order of summation."""
     if data is None:
         return None
-    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()]
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()]
     bits = data.contiguous().flatten().view(kind).long()
     places = torch.arange(1, 2 * len(bits) + 1, 2, device=data.device)
     return [list(data.shape), f"{int((bits * places).sum()) % 2**64:016x}"]
@@ -743,7 +751,7 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def _bar(progress: bool | Callable[[Trainer], None] | None) -> Iterator[Callable[[Trainer], None]]:
+def bar(progress: bool | Callable[[Trainer], None] | None) -> Iterator[Callable[[Trainer], None]]:
     """Something to call after each step, which shows how far the run is."""
     if callable(progress):
         yield progress

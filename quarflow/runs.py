@@ -1,0 +1,279 @@
+"""A training run on images, from a configuration to a folder of results: what ``quarflow train`` does.
+
+================  ================================================================================================
+in the folder     what it is
+================  ================================================================================================
+``config.toml``   every option of the run, those left out too
+``log.jsonl``     a line for each entry of the history: step, loss, learning rate, seconds; bits/dim on validation
+``state``         to go on from, written every so often, at Ctrl-C and at SIGTERM
+``model.qf``      the best weights on validation, for `quarflow.load`
+``samples.png``   draws, now and then and at the end
+``result.json``   bits/dim on the test set, parameters, time
+================  ================================================================================================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quarflow import models
+from quarflow.checkpoint import save
+from quarflow.checks import check_count, check_positive
+from quarflow.data.images import SOURCES, Images, load_images, save_grid
+from quarflow.flow import Flow
+from quarflow.pixels import bits_per_dim, quantise
+from quarflow.training import History, Options, Trainer, bar, fit
+
+SECTIONS = ("data", "model", "training", "run")
+GRID = 64  # pictures of a grid of samples
+
+TRAINING = {"max_steps": 10_000, "batch_size": 64, "learning_rate": 1e-3, "clip": 1.0, "ema": 0.999}
+# What differs from the defaults, by source.
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "digits": {
+        "model": {"blocks": (4, 4), "hidden": 64},
+        "training": {"max_steps": 800, "batch_size": 128, "learning_rate": 4e-3},
+    },
+    "mnist": {"model": {"blocks": (16, 16, 16), "hidden": 512}},
+    "fashion-mnist": {"model": {"blocks": (16, 16, 16), "hidden": 512}},
+    "cifar10": {"model": {"blocks": (16, 16, 16), "hidden": 576}},
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Every option of a run, in the sections of its file.
+
+    >>> run = Run.of("digits", {"model": {"hidden": 32}}, ["training.max_steps=10"])
+    >>> run.model["hidden"], run.model["blocks"], run.training.max_steps
+    (32, (4, 4), 10)
+    """
+
+    source: str
+    data: Mapping[str, Any] = field(default_factory=dict)  # folder, download
+    model: Mapping[str, Any] = field(default_factory=dict)  # name, and the options of `quarflow.models`
+    training: Options = field(default_factory=Options)
+    validation: float = 0.1  # the part of the training images that chooses the weights
+    draws: int = 3  # of noise, for bits/dim on the test set
+    checkpoint_minutes: float = 3.0
+    sample_minutes: float = 10.0
+
+    def __post_init__(self) -> None:
+        check_count("draws", self.draws)
+        for name in ("checkpoint_minutes", "sample_minutes"):
+            check_positive(name, getattr(self, name))
+
+    @classmethod
+    def of(cls, source: str, file: Mapping[str, Any] | None = None, settings: list[str] | None = None) -> Run:
+        """The options for ``source``: those of a file over the preset, and ``SECTION.KEY=VALUE`` over these."""
+        preset = PRESETS.get(source, {"model": {"blocks": (8, 8), "hidden": 192}})
+        merged: dict[str, dict[str, Any]] = {name: dict(preset.get(name, {})) for name in SECTIONS}
+        merged["training"] = TRAINING | merged["training"]
+        for section, options in (file or {}).items():
+            if section not in SECTIONS or not isinstance(options, Mapping):
+                raise ValueError(f"configuration: expected sections {', '.join(SECTIONS)}; got {section!r}.")
+            merged[section] |= options
+        for text in settings or []:
+            name, equals, value = text.partition("=")
+            section, dot, key = name.strip().partition(".")
+            if not (equals and dot and key) or section not in SECTIONS:
+                raise ValueError(
+                    f"setting: expected SECTION.KEY=VALUE with a section of {', '.join(SECTIONS)}; got {text!r}."
+                )
+            merged[section][key] = _value(value.strip())
+        allowed = {
+            "data": {"folder", "download"},
+            "training": {f.name for f in dataclasses.fields(Options)},
+            "run": {"validation", "draws", "checkpoint_minutes", "sample_minutes"},
+        }
+        for section, known in allowed.items():
+            if unknown := set(merged[section]) - known:
+                raise ValueError(
+                    f"configuration: [{section}] has no {', '.join(map(repr, sorted(unknown)))}; it has "
+                    f"{', '.join(sorted(known))}."
+                )
+        return cls(source, merged["data"], merged["model"], Options(**merged["training"]), **merged["run"])
+
+    def build(self, shape: tuple[int, int, int]) -> Flow:
+        """The flow for images of ``shape``, with fresh weights from the seed."""
+        options = {"model": "quar_image", **self.model, "shape": shape}
+        if "name" in self.model:
+            options["model"] = options.pop("name")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.training.seed)
+            return models.from_dict(options).build()
+
+    def to_toml(self) -> str:
+        """The file that gives this run."""
+        run = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        sections = {
+            "data": run.pop("data"),
+            "model": run.pop("model"),
+            "training": dataclasses.asdict(run.pop("training")),
+        }
+        source, sections["run"] = run.pop("source"), run
+        lines = [f"# quarflow train {source} --config THIS_FILE"]
+        for section, options in sections.items():
+            lines += ["", f"[{section}]"]
+            # TOML has no null: what is None is left out, which is its default or is said on the command line.
+            lines += [f"{key} = {_toml(value)}" for key, value in options.items() if value is not None]
+        return "\n".join(lines) + "\n"
+
+
+def _value(text: str) -> Any:
+    """A value as TOML reads it; ``none``; anything else is text."""
+    if text.lower() == "none":
+        return None
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
+
+
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The sections of a configuration file."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: expected a TOML file; {error}.") from error
+
+
+def images_of(source: str, data: Mapping[str, Any]) -> Images:
+    """What a run trains on."""
+    return load_images(source if source in SOURCES else Path(source), data.get("folder"), data.get("download", False))
+
+
+def train(
+    run: Run,
+    out: Path,
+    device: str = "cpu",
+    resume: bool = False,
+    say: Callable[[str], object] = lambda text: None,
+) -> dict[str, Any]:
+    """Trains, evaluates and writes ``out``; returns what is in ``result.json``.
+
+    With ``resume`` a run goes on from its ``state``, to the same end as without the break.
+    """
+    images = images_of(run.source, run.data)
+    flow = run.build(images.shape).to(device)
+    out.mkdir(parents=True, exist_ok=True)
+    state, config = out / "state", run.to_toml()
+    if not resume and state.exists():
+        raise ValueError(f"{state}: a run is there already. Go on with it (--resume), or give another folder.")
+    (out / "config.toml").write_text(config)
+    parameters = sum(p.numel() for p in flow.parameters())
+    say(f"{run.source}: {len(images.train)} images of {images.shape} to train on, {parameters:,} parameters")
+    with _observed(run, out, resume) as show:
+        history = fit(
+            flow,
+            images.train,
+            validation=run.validation,
+            progress=show,
+            checkpoint=state,
+            checkpoint_seconds=60 * run.checkpoint_minutes,
+            resume=resume and state.exists(),
+            **dataclasses.asdict(run.training),
+        )
+    save(flow, out / "model.qf")
+    if history.stopped == "interrupted":
+        raise KeyboardInterrupt
+    result = evaluated(run, flow, images, history) | {"parameters": parameters}
+    _replace(out / "result.json", json.dumps(result, indent=1) + "\n")
+    save_samples(flow, out / "samples.png")
+    return result
+
+
+def evaluated(run: Run, flow: Flow, images: Images, history: History) -> dict[str, Any]:
+    """Bits/dim on the test set, and on validation, where the weights were chosen."""
+    found = bits_per_dim(flow, images.test, draws=run.draws)
+    best = history.best_validation
+    return {
+        "source": run.source,
+        "test_bpd": found.bpd,
+        "test_bpd_se": found.standard_error,
+        "test_bpd_noise_se": found.noise_error,
+        "test_images": found.n,
+        "draws": found.draws,
+        "validation_bpd": None if best is None else _bits(flow, best),
+        "best_step": history.best_step,
+        "steps": history.steps[-1] if history.steps else 0,
+        "stopped": history.stopped,
+        "minutes": history.seconds / 60,
+    }
+
+
+def _bits(flow: Flow, nats: float) -> float:
+    return 8 - nats / (flow.event_shape.numel() * math.log(2))
+
+
+def save_samples(flow: Flow, path: Path, n: int = GRID, seed: int = 0) -> None:
+    """A grid of ``n`` draws as a PNG file."""
+    generator = torch.Generator(flow.base.anchor.device).manual_seed(seed)
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.png")
+    try:
+        save_grid(quantise(flow.sample(n, generator=generator)).cpu(), temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _observed(run: Run, out: Path, resume: bool) -> Iterator[Callable[[Trainer], None]]:
+    """To be called after each step: a bar, a line in the log for what is new, a grid of samples now and then."""
+    log, seen = out / "log.jsonl", {"loss": 0, "validation": 0}
+    sampled = time.monotonic()
+
+    def entries(trainer: Trainer) -> list[dict[str, Any]]:
+        h, bits = trainer.history, (lambda nats: _bits(trainer.flow, nats))
+        new: list[dict[str, Any]] = [
+            {"step": h.steps[i], "train_bpd": bits(-h.loss[i]), "learning_rate": h.learning_rate[i]}
+            for i in range(seen["loss"], len(h.loss))
+        ]
+        new += [
+            {"step": h.validation_steps[i], "validation_bpd": bits(h.validation[i])}
+            for i in range(seen["validation"], len(h.validation))
+        ]
+        seen["loss"], seen["validation"] = len(h.loss), len(h.validation)
+        return [{**each, "seconds": round(trainer.seconds, 1)} for each in new]
+
+    with bar(None) as drawn, log.open("a" if resume else "w", encoding="utf-8") as file:
+        first = True
+
+        def show(trainer: Trainer) -> None:
+            nonlocal sampled, first
+            if first and resume:  # what the history brought along is in the log already
+                seen["loss"] = sum(s < trainer.step for s in trainer.history.steps)
+                seen["validation"] = sum(s < trainer.step for s in trainer.history.validation_steps)
+            first = False
+            for each in entries(trainer):
+                file.write(json.dumps(each) + "\n")
+                file.flush()
+            drawn(trainer)
+            if time.monotonic() - sampled > 60 * run.sample_minutes:
+                with trainer.averaged():
+                    save_samples(trainer.flow, out / "samples.png")
+                sampled = time.monotonic()
+
+        yield show
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)

@@ -1,0 +1,166 @@
+"""Runs on images: their options, their files, and that one that was cut comes to the same end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import quarflow as qf
+from quarflow import runs
+from quarflow.cli import app
+from quarflow.data.images import load_images
+from quarflow.runs import Run
+
+pytest.importorskip("sklearn")
+pytest.importorskip("PIL")
+ROOT = Path(__file__).parent.parent
+TINY = ["--set", "model.blocks=[1, 1]", "--set", "model.hidden=8", "--set", "training.max_steps=20"]
+
+
+def command(*words):
+    return CliRunner().invoke(app, list(map(str, words)))
+
+
+def test_a_run_writes_everything(tmp_path):
+    out = tmp_path / "run"
+    done = command("train", "digits", "--out", out, *TINY)
+    assert done.exit_code == 0, done.output
+    assert "bits/dim on 360 test images" in done.output
+    result = json.loads((out / "result.json").read_text())
+    assert result["steps"] == 20
+    assert result["stopped"] == "max_steps"
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "train_bpd" in line] == [10, 20]
+    best = max(line["validation_bpd"] for line in lines if "validation_bpd" in line)
+    assert best >= result["validation_bpd"]
+    assert (out / "samples.png").read_bytes().startswith(b"\x89PNG")
+    flow, images = qf.load(out / "model.qf"), load_images("digits")
+    assert qf.bits_per_dim(flow, images.test, draws=3).bpd == pytest.approx(result["test_bpd"], rel=1e-6)
+
+    evaluated = command("evaluate", out / "model.qf", "digits", "--draws", 3, "--json")
+    assert evaluated.exit_code == 0, evaluated.output
+    numbers = json.loads(evaluated.output)
+    assert numbers["bpd"] == pytest.approx(result["test_bpd"], rel=1e-6)
+    assert numbers["reconstruction_error"] < 1e-4
+    assert "bits/dim (360 images, 1 draw of noise)" in command("evaluate", out / "model.qf", "digits").output
+
+    sampled = command("sample", out / "model.qf", "-o", tmp_path / "grid.png", "-n", 4)
+    assert sampled.exit_code == 0, sampled.output
+    assert (tmp_path / "grid.png").exists()
+
+    # The file that it wrote gives the same run.
+    again = command("train", "digits", "--out", tmp_path / "again", "--config", out / "config.toml")
+    assert again.exit_code == 0, again.output
+    assert json.loads((tmp_path / "again" / "result.json").read_text())["test_bpd"] == result["test_bpd"]
+    assert (tmp_path / "again" / "config.toml").read_text() == (out / "config.toml").read_text()
+
+
+def test_a_run_is_not_written_over(tmp_path):
+    assert command("train", "digits", "--out", tmp_path, *TINY).exit_code == 0
+    done = command("train", "digits", "--out", tmp_path, *TINY)
+    assert done.exit_code == 2
+    assert "--resume" in done.output
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_was_killed_comes_to_the_same_end(tmp_path, how):
+    settings = [*TINY[:4], "--set", "training.max_steps=150", "--set", "run.checkpoint_minutes=0.005"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    words = [sys.executable, "-m", "quarflow.cli", "train", "digits", *settings, "--out"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def start(out, *more):
+        return subprocess.Popen(
+            [*words, str(out), *more], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    process = start(cut)
+    deadline = time.monotonic() + 100
+    while not (cut / "state").exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(how)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == (130 if how == signal.SIGTERM else -how), said
+    assert not (cut / "result.json").exists()
+    for out, more in ((cut, ["--resume"]), (whole, [])):
+        process = start(out, *more)
+        _, said = process.communicate(timeout=100)
+        assert process.returncode == 0, said
+    results = [json.loads((out / "result.json").read_text()) for out in (cut, whole)]
+    for each in results:
+        each.pop("minutes")
+    assert results[0] == results[1]
+    steps = [json.loads(line).get("step") for line in (cut / "log.jsonl").read_text().splitlines()]
+    assert steps[-1] == 150
+
+
+def test_options_come_from_preset_file_and_command_line_in_this_order():
+    file = {"model": {"hidden": 32, "order": "channel"}, "training": {"max_steps": 5}, "run": {"draws": 7}}
+    run = Run.of("digits", file, ["training.max_steps=6", "model.activation=sine", "training.patience=none"])
+    assert dict(run.model) == {"blocks": (4, 4), "hidden": 32, "order": "channel", "activation": "sine"}
+    assert (run.training.max_steps, run.training.patience, run.draws) == (6, None, 7)
+    flow = run.build((1, 8, 8))
+    assert flow.config.order == "channel"
+    other = Run.of("digits", {}, ["model.name=residual_image", "model.hidden=8"]).build((1, 8, 8))
+    assert not other.exact
+
+
+def test_a_folder_of_pictures(tmp_path):
+    from PIL import Image
+
+    generator = torch.Generator().manual_seed(0)
+    for i in range(30):
+        pixels = torch.randint(0, 256, (4, 4, 3), dtype=torch.uint8, generator=generator)
+        Image.fromarray(pixels.numpy()).save(tmp_path / f"{i:02d}.png")
+    settings = [*TINY, "--set", "model.hidden=12"]
+    done = command("train", tmp_path, "--out", tmp_path / "run", *settings)
+    assert done.exit_code == 0, done.output
+    assert "on 3 test images" in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["train", "letters"], 2, "source: expected one of"),
+        (["train", "digits", "--set", "hidden=3"], 2, "SECTION.KEY=VALUE"),
+        (["train", "digits", "--set", "training.epochs=3"], 2, "[training] has no 'epochs'"),
+        (["train", "digits", "--set", "model.width=3"], 2, "has no option 'width'"),
+        (["train", "digits", "--set", "run.draws=0"], 2, "draws: expected an integer >= 1"),
+        (["train", "digits", "--device", "cuda"], 2, "torch sees none"),
+        (["train", "mnist", "--folder", "FOLDER"], 2, "the files of mnist must be together"),
+        (["train", "digits", "--config", "CONFIG"], 2, "expected a TOML file"),
+        (["evaluate", "FOLDER/none.qf", "digits"], 2, "none.qf"),
+        (["sample", "VECTORS"], 2, "expected a model of images"),
+        (["evaluate", "WIDE", "digits"], 2, "x: expected uint8 images (n, 1, 4, 4)"),
+    ],
+)
+def test_errors(words, code, message, tmp_path, monkeypatch):
+    if "cuda" in words and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config").write_text("not = [toml")
+    qf.save(qf.models.quar(2, blocks=1, hidden=(4,)), tmp_path / "vectors.qf")
+    qf.save(qf.models.quar_image((1, 4, 4), blocks=(1,), hidden=4), tmp_path / "wide.qf")
+    places = {"FOLDER": tmp_path, "CONFIG": "config", "VECTORS": "vectors.qf", "WIDE": "wide.qf"}
+    for name, place in places.items():
+        words = [word.replace(name, str(place)) for word in words]
+    done = command(*words)
+    assert done.exit_code == code, done.output
+    assert message.replace(" ", "") in "".join(c for c in done.output if c not in "│\n ")
+
+
+def test_samples_leave_no_half_written_file(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(runs, "save_grid", full)
+    with pytest.raises(OSError, match="No space"):
+        runs.save_samples(qf.models.quar_image((1, 4, 4), blocks=(1,), hidden=4), tmp_path / "s.png")
+    assert list(tmp_path.iterdir()) == []
