@@ -31,7 +31,7 @@ def relative_error(got: list[Tensor], truth: list[Tensor]) -> float:
 @pytest.mark.parametrize("name", FAST)
 def test_error_is_at_most_twice_that_of_plain_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed, (features, context, trick, lipschitz) in enumerate(
-        itertools.product((1, 2, 7), (0, 3), (True, False), ("coordinate", "diagonal"))
+        itertools.product((1, 2, 7), (0, 3), (True, False), ("coordinate", "diagonal", "network"))
     ):
         torch.manual_seed(seed)
         hidden = (9, 4, 6) if trick else (16,)

@@ -1,8 +1,8 @@
 """`quarflow.nn.triangular.network` with its backward pass written out: half the time, a third of the memory.
 
 Autograd would keep and revisit every factor of ``delta' = phi'(h) W delta``. Here the forward pass leaves, for each
-layer, the value ``a`` (in the unit of its activation), the diagonal ``delta``, the slope ``phi'(h)`` and
-``phi''(h) W delta``, with which the backward pass is two products for each layer:
+layer, the value ``a``, the diagonal ``delta``, what stands for the slope ``phi'(h)``, and ``phi''(h) W delta``, in the
+units of the activation, with which the backward pass is two products for each layer:
 
     g_h = g_a phi'(h) + g_delta phi''(h) W delta_before,      g_u = g_delta phi'(h)      (u = W delta_before)
 
@@ -74,7 +74,7 @@ def _forward(settings: Any, arrays: Sequence[Tensor], keep: bool) -> tuple[Tenso
     last = masked[-1] * _by_row(scale, masked[-1]), blocks[-1] * scale[:, None, None]
     scaled = [*masked[:-1], last[0]], [*blocks[:-1], last[1]]
     value, diagonal, kept = _carry(x, *scaled, offsets, activations, keep, delta if opened else None)
-    return value, diagonal, [scale, *steepest, *masked, *kept] if keep else []
+    return value, diagonal, [scale, *steepest, *scaled[0], last[1], *kept] if keep else []
 
 
 def carry(
@@ -85,9 +85,11 @@ def carry(
     activations: Sequence[Activation],
     delta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `quarflow.nn.triangular.carry`, without gradients; every activation must have ``curves``."""
-    with torch.no_grad():
-        return _carry(x, weights, blocks, offsets, activations, keep=False, delta=delta)[:2]
+    """As `quarflow.nn.triangular.carry`; every activation must have ``curves``."""
+    arrays = [x, x if delta is None else delta, *weights, *blocks, *offsets]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in arrays):
+        return _Carry.apply((activations, delta is not None), *arrays)
+    return _carry(x, weights, blocks, offsets, activations, keep=False, delta=delta)[:2]
 
 
 def _carry(
@@ -107,15 +109,82 @@ def _carry(
         offset = offset if act.unit == 1 else offset / act.unit
         h = torch.addmm(offset, weight, a, alpha=unit / act.unit).view(features, -1, batch)
         u = block if delta is None else torch.bmm(block, delta)
-        value, slope, curve = act.curves(h, keep)
+        value, s, curve = act.curves(h, keep)
         if keep:
-            delta = slope * u
-            kept += [value.view(-1, batch), delta, slope, curve.mul_(u)]
+            delta = act.times_slope(u, s)
+            kept += [value.view(-1, batch), delta, s, torch.mul(curve, u, out=None if curve is value else curve)]
         else:
-            delta = slope.mul_(u)
+            delta = act.times_slope(u, s, out=s)
         a, unit = value.view(-1, batch), act.unit
     value = torch.addmm(offsets[-1], weights[-1], a, alpha=unit)
     return value, torch.bmm(blocks[-1], cast("Tensor", delta)).squeeze(1), kept
+
+
+def _carry_backward(
+    gradients: Sequence[Tensor],
+    x: Tensor,
+    delta: Tensor | None,
+    weights: Sequence[Tensor],
+    blocks: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+    activations: Sequence[Activation],
+    kept: Sequence[Tensor],
+    needed: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None, list[Tensor], list[Tensor], list[Tensor]]:
+    """Gradients of `_carry` for ``x`` and ``delta`` (where ``needed``), weights, blocks and offsets."""
+    layers, batch = len(weights), x.shape[1]
+    g, g_u = gradients[0], gradients[1].unsqueeze(1)
+    g_weights: list[Tensor] = [x] * layers
+    g_blocks: list[Tensor] = [x] * layers
+    g_offsets: list[Tensor] = [x] * layers
+    for i in range(layers - 1, 0, -1):
+        act = activations[i - 1]
+        a, before, s, curve = kept[4 * i - 4 : 4 * i]
+        g_offsets[i] = g.sum(1, keepdim=True) if offsets[i].shape[1] == 1 else g
+        g_weights[i] = (g @ a.mT).mul_(act.unit)
+        g_blocks[i] = torch.bmm(g_u, before.mT)
+        # The last layer's is an outer product.
+        g_delta = blocks[i].mT * g_u if i == layers - 1 else torch.bmm(blocks[i].mT, g_u)
+        g = act.times_slope(back := (weights[i].mT @ g).view_as(s), s, out=back)
+        g = g.addcmul_(g_delta, curve, value=act.bend).view(-1, batch)
+        g_u = act.times_slope(g_delta, s, out=g_delta)
+    g_offsets[0] = g.sum(1, keepdim=True) if offsets[0].shape[1] == 1 else g
+    g_weights[0] = g @ x.mT
+    g_blocks[0] = g_u.sum(2, keepdim=True) if delta is None else torch.bmm(g_u, delta.mT)
+    g_x = weights[0].mT @ g if needed[0] else None
+    g_delta_in = torch.bmm(blocks[0].mT, g_u) if delta is not None and needed[1] else None
+    return g_x, g_delta_in, g_weights, g_blocks, g_offsets
+
+
+class _Carry(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, settings: Any, *arrays: Tensor) -> tuple[Tensor, Tensor]:
+        activations, opened = settings
+        layers = (len(arrays) - 2) // 3
+        x, delta, *rest = arrays
+        weights, blocks, offsets = rest[:layers], rest[layers : 2 * layers], rest[2 * layers :]
+        value, diagonal, kept = _carry(x, weights, blocks, offsets, activations, True, delta if opened else None)
+        ctx.settings = settings
+        ctx.save_for_backward(*arrays, *kept)
+        return value, diagonal
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        activations, opened = ctx.settings
+        layers = len(activations) + 1
+        arrays, kept = ctx.saved_tensors[: 2 + 3 * layers], ctx.saved_tensors[2 + 3 * layers :]
+        x, delta, *rest = arrays
+        weights, blocks, offsets = rest[:layers], rest[layers : 2 * layers], rest[2 * layers :]
+        first = delta if opened else None
+        if torch.is_grad_enabled():
+            from quarflow.nn.triangular import carry as reference
+
+            outputs = reference(x, weights, blocks, offsets, activations, first)
+            return _as_autograd(ctx, outputs, arrays, gradients)
+        g_x, g_delta, *others = _carry_backward(
+            gradients, x, first, weights, blocks, offsets, activations, kept, ctx.needs_input_grad[1:3]
+        )
+        return (None, g_x, g_delta, *(g for each in others for g in each))
 
 
 class _Network(torch.autograd.Function):
@@ -131,40 +200,36 @@ class _Network(torch.autograd.Function):
         activations, masks, sigma, shared, features, trick, opened, live = ctx.settings
         layers = len(masks)
         arrays, kept = ctx.saved_tensors[: 3 + 2 * layers], ctx.saved_tensors[3 + 2 * layers :]
+        x, theta, delta, *rest = arrays
+        offsets, first = rest[layers:], delta if opened else None
         if torch.is_grad_enabled():
-            return _differentiable_backward(ctx, arrays, gradients)
-        x, theta, first, *rest = arrays
-        offsets, batch = rest[layers:], x.shape[1]
-        scale, *kept = kept
-        steepest, masked, kept = kept[:layers], kept[layers : 2 * layers], kept[2 * layers :]
-        blocks = [_blocks(w, features, part) for w, part in zip(rest[:layers], live, strict=True)]
+            from quarflow.nn.triangular import network as reference
 
-        g, g_u = gradients[0], gradients[1].unsqueeze(1)
-        g_weights: list[Tensor] = [x] * layers
-        g_blocks: list[Tensor] = [x] * layers
-        g_offsets: list[Tensor] = [x] * layers
-        for i in range(layers - 1, 0, -1):
-            a, delta, slope, curve = kept[4 * i - 4 : 4 * i]
-            g_offsets[i] = g.sum(1, keepdim=True) if offsets[i].shape[1] == 1 else g
-            g_weights[i] = (g @ a.mT).mul_(activations[i - 1].unit)
-            g_blocks[i] = torch.bmm(g_u, delta.mT)
-            if i == layers - 1:
-                # W_L = scale * W: what flows to the scale, and on to W through it.
-                by_row = _by_row(scale, g)
-                g_scale = (g_weights[i] * masked[i]).sum(1).view(features, -1).sum(1)
-                g_scale = g_scale + (g_blocks[i] * blocks[i]).sum((1, 2))
-                g_weights[i], g_blocks[i] = g_weights[i] * by_row, g_blocks[i] * scale[:, None, None]
-                g, g_u = g * by_row, g_u * scale[:, None, None]
-                g_delta = blocks[i].mT * g_u  # an outer product
-            else:
-                g_delta = torch.bmm(blocks[i].mT, g_u)
-            g = (masked[i].mT @ g).view_as(slope).mul_(slope).addcmul_(g_delta, curve).view(-1, batch)
-            g_u = g_delta.mul_(slope)
-        g_offsets[0] = g.sum(1, keepdim=True) if offsets[0].shape[1] == 1 else g
-        g_weights[0] = g @ x.mT
-        g_blocks[0] = torch.bmm(g_u, first.mT) if opened else g_u.sum(2, keepdim=True)
-        g_x = masked[0].mT @ g if ctx.needs_input_grad[1] else None
-        g_first = torch.bmm(blocks[0].mT, g_u) if opened and ctx.needs_input_grad[3] else None
+            outputs = reference(
+                x,
+                rest[:layers],
+                masks,
+                offsets,
+                theta if trick else None,
+                activations,
+                sigma,
+                shared,
+                features,
+                first,
+                live,
+            )
+            return _as_autograd(ctx, outputs, arrays, gradients)
+        scale, *kept = kept
+        steepest, masked, (last, *kept) = kept[:layers], kept[layers : 2 * layers], kept[2 * layers :]
+        blocks = [_blocks(w, features, part) for w, part in zip(rest[:layers], live, strict=True)]
+        needed = ctx.needs_input_grad[1], ctx.needs_input_grad[3]
+        g_x, g_first, g_weights, g_blocks, g_offsets = _carry_backward(
+            gradients, x, first, masked, [*blocks[:-1], last], offsets, activations, kept, needed
+        )
+        # W_L = scale * W: what flows to the scale, and on to W through it.
+        g_scale = (g_weights[-1] * rest[layers - 1] * masks[-1]).sum(1).view(features, -1).sum(1)
+        g_scale = g_scale + (g_blocks[-1] * blocks[-1]).sum((1, 2))
+        g_weights[-1], g_blocks[-1] = g_weights[-1] * _by_row(scale, g_weights[-1]), g_blocks[-1] * scale[:, None, None]
 
         g_bound = g_scale * scale.square() / -sigma if sigma else torch.zeros_like(scale)
         g_theta = g_bound * torch.sigmoid(theta) if trick else None
@@ -182,17 +247,10 @@ class _Network(torch.autograd.Function):
         return (None, g_x, g_theta, g_first, *g_weights, *g_offsets)
 
 
-def _differentiable_backward(ctx: Any, arrays: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[Any, ...]:
-    """The backward pass as autograd makes it from the reference: for second derivatives."""
-    from quarflow.nn.triangular import network as reference
-
-    activations, masks, sigma, shared, features, trick, opened, live = ctx.settings
-    x, theta, delta, *rest = arrays
-    weights, offsets = rest[: len(masks)], rest[len(masks) :]
-    optional = theta if trick else None, delta if opened else None
-    outputs = reference(
-        x, weights, masks, offsets, optional[0], activations, sigma, shared, features, optional[1], live
-    )
+def _as_autograd(
+    ctx: Any, outputs: Sequence[Tensor], arrays: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """The backward pass as autograd makes it from the reference's ``outputs``: for second derivatives."""
     inputs = [t for t, needed in zip(arrays, ctx.needs_input_grad[1:], strict=True) if needed]
     found = iter(torch.autograd.grad(outputs, inputs, gradients, create_graph=True))
     return (None, *(next(found) if needed else None for needed in ctx.needs_input_grad[1:]))

@@ -30,10 +30,16 @@ class Activation(nn.Module):
     def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError(f"{type(self).__name__} must define forward(h) -> (value, slope).")
 
-    # ``curves(h / unit, second) -> (value / unit, slope, phi''(h) if second else None)``, without gradients; may
-    # overwrite its argument. The units go into the products before and behind, where they cost nothing.
+    # ``curves(h / unit, second) -> (value / unit, s, phi''(h) / bend if second else None)``, without gradients; may
+    # overwrite its argument. ``s`` is what `times_slope` multiplies by the slope with. The constants go into products
+    # before and behind, where they cost nothing.
     curves: Any = None
     unit: float = 1.0
+    bend: float = 1.0
+
+    def times_slope(self, u: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
+        """``phi'(h) u``, with the ``s`` of `curves`; here that is the slope itself."""
+        return torch.mul(u, s, out=out)
 
 
 class ELU(Activation):
@@ -64,10 +70,12 @@ class Tanh(Activation):
         value = torch.tanh(h)
         return value, 1 - value * value
 
+    bend = -2.0
+
     def curves(self, h: Tensor, second: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         value = torch.tanh(h)
         slope = 1 - value * value
-        return value, slope, (value * slope).mul_(-2) if second else None
+        return value, slope, value * slope if second else None
 
 
 class Sine(Activation):
@@ -80,9 +88,11 @@ class Sine(Activation):
     def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
         return torch.sin(h), torch.cos(h)
 
+    bend = -1.0
+
     def curves(self, h: Tensor, second: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         value = torch.sin(h)
-        return value, torch.cos(h), -value if second else None
+        return value, torch.cos(h), value if second else None
 
 
 class Wave(Activation):
@@ -97,6 +107,7 @@ class Wave(Activation):
     """
 
     unit = 6.4
+    bend = -4 / unit
 
     def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
         m = h / self.unit
@@ -106,9 +117,15 @@ class Wave(Activation):
     def curves(self, m: Tensor, second: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         nearest = torch.round(m)
         m.sub_(nearest)
-        curve = torch.sign(m).mul_(-4 / self.unit) if second else None
         a = torch.abs(m, out=nearest)
-        return torch.addcmul(m, m, a, value=-2), torch.rsub(a, 1, alpha=4), curve
+        if not second:
+            return m.addcmul_(m, a, value=-2), a, None
+        return torch.addcmul(m, m, a, value=-2), a, m.sign_()
+
+    def times_slope(self, u: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
+        if u.shape != s.shape:  # torch has no vectorised addcmul for what is broadcast
+            return torch.mul(u, torch.rsub(s, 1, alpha=4), out=out)
+        return torch.addcmul(u, s, u, value=-4, out=out)
 
 
 class LipSwish(Activation):

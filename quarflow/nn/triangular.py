@@ -262,7 +262,7 @@ class BoundedNet(nn.Module):
             )
         with without_autocast(x):
             matrices = self.matrices()
-        return carry(x, *matrices, offsets, activations, delta)
+        return (fast.carry if self._fused(x) else carry)(x, *matrices, offsets, activations, delta)
 
     def _prepared(self, offsets: Sequence[Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
         """`_run` without gradients at the weights of now."""
