@@ -106,8 +106,7 @@ def _carry(
     kept: list[Tensor] = []
     for weight, block, offset, act in zip(weights, blocks, offsets, activations, strict=False):
         # ``unit * a`` is the value before, and ``act.unit * h`` the one here.
-        offset = offset if act.unit == 1 else offset / act.unit
-        h = torch.addmm(offset, weight, a, alpha=unit / act.unit).view(features, -1, batch)
+        h = torch.addmm(offset, weight, a, beta=1 / act.unit, alpha=unit / act.unit).view(features, -1, batch)
         u = block if delta is None else torch.bmm(block, delta)
         value, s, curve = act.curves(h, keep)
         if keep:
