@@ -10,6 +10,7 @@ from registry import data
 from torch import Tensor
 
 from quarflow.kernels import usable
+from quarflow.nn import masks
 from quarflow.nn.activations import ACTIVATIONS
 from quarflow.nn.triangular import TriangularNet
 
@@ -46,6 +47,39 @@ def test_error_is_at_most_twice_that_of_plain_torch(name: str, monkeypatch: pyte
         assert fast <= 2 * plain, (features, context, fast, plain)
         assert relative_error(outputs_and_gradients(net.double(), x, c), truth) < 1e-12
         net.float()
+
+
+@pytest.mark.parametrize("lipschitz", ["coordinate", "network"])
+def test_products_leave_out_what_masks_hold_at_zero(lipschitz: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net = TriangularNet(7, (30, 41), lipschitz=lipschitz)
+    stairs = [layer.panels for layer in net.layers]
+    assert [len(panels) for panels in stairs] == [1, 3, 1]
+    x, _ = data(200, 7, 0)
+    truth = outputs_and_gradients(net.double(), x, None)
+    for layer, panels in zip(net.layers, stairs, strict=True):
+        layer.panels = panels[-1:]  # one: the whole product
+    whole = relative_error(outputs_and_gradients(net.float(), x.float(), None), truth)
+    for layer, panels in zip(net.layers, stairs, strict=True):
+        layer.panels = panels
+    assert relative_error(outputs_and_gradients(net, x.float(), None), truth) <= 2 * whole
+    monkeypatch.setenv("QUARFLOW_KERNELS", "0")
+    plain = outputs_and_gradients(net.double(), x, None)
+    assert relative_error(truth, plain) < 1e-12
+
+
+def test_panels_cover_the_mask() -> None:
+    torch.manual_seed(0)
+    for rows, columns, least in itertools.product((1, 5, 12), (1, 4, 9), (1, 2, 4)):
+        mask = masks.triangular_mask(torch.randint(5, (columns,)).sort()[0], torch.randint(5, (rows,)).sort()[0])
+        seen = torch.zeros(rows, columns, dtype=torch.int)
+        by_column = seen.clone()
+        for r0, r1, c0, c1 in masks.panels(mask, least):
+            seen[r0:r1, :c1] += 1
+            by_column[r0:, c0:c1] += 1
+        assert torch.equal(seen, by_column)
+        assert seen.max() <= 1
+        assert bool((seen[mask] == 1).all())
 
 
 def test_second_derivatives() -> None:

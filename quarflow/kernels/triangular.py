@@ -20,7 +20,7 @@ from torch.nn.functional import softplus
 
 from quarflow.nn.activations import Activation
 from quarflow.nn.bounds import floor, safety
-from quarflow.nn.masks import WHOLE, Live
+from quarflow.nn.masks import WHOLE, Live, Panels
 
 
 def network(
@@ -35,10 +35,11 @@ def network(
     features: int,
     delta: Tensor | None = None,
     live: Sequence[Live] | None = None,
+    stairs: Sequence[Panels] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `quarflow.nn.triangular.network`; every activation must have ``curves`` and a width of one."""
     live = [WHOLE] * len(weights) if live is None else live
-    settings = (activations, masks, sigma, shared, features, theta is not None, delta is not None, live)
+    settings = (activations, masks, sigma, shared, features, theta is not None, delta is not None, live, _on(x, stairs))
     theta = x.new_zeros(features) if theta is None else theta
     arrays = [x, theta, x if delta is None else delta, *weights, *offsets]
     if torch.is_grad_enabled() and any(t.requires_grad for t in arrays):
@@ -60,7 +61,7 @@ def _by_row(scale: Tensor, weight: Tensor) -> Tensor:
 
 
 def _forward(settings: Any, arrays: Sequence[Tensor], keep: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-    activations, masks, sigma, shared, features, trick, opened, live = settings
+    activations, masks, sigma, shared, features, trick, opened, live, stairs = settings
     x, theta, delta, *rest = arrays
     weights, offsets = rest[: len(masks)], rest[len(masks) :]
     blocks = [_blocks(w, features, part) for w, part in zip(weights, live, strict=True)]
@@ -73,7 +74,7 @@ def _forward(settings: Any, arrays: Sequence[Tensor], keep: bool) -> tuple[Tenso
     masked = [w * m for w, m in zip(weights, masks, strict=True)]
     last = masked[-1] * _by_row(scale, masked[-1]), blocks[-1] * scale[:, None, None]
     scaled = [*masked[:-1], last[0]], [*blocks[:-1], last[1]]
-    value, diagonal, kept = _carry(x, *scaled, offsets, activations, keep, delta if opened else None)
+    value, diagonal, kept = _carry(x, *scaled, offsets, activations, keep, delta if opened else None, stairs)
     return value, diagonal, [scale, *steepest, *scaled[0], last[1], *kept] if keep else []
 
 
@@ -84,12 +85,48 @@ def carry(
     offsets: Sequence[Tensor],
     activations: Sequence[Activation],
     delta: Tensor | None = None,
+    stairs: Sequence[Panels] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `quarflow.nn.triangular.carry`; every activation must have ``curves``."""
-    arrays = [x, x if delta is None else delta, *weights, *blocks, *offsets]
+    arrays, stairs = [x, x if delta is None else delta, *weights, *blocks, *offsets], _on(x, stairs)
     if torch.is_grad_enabled() and any(t.requires_grad for t in arrays):
-        return _Carry.apply((activations, delta is not None), *arrays)
-    return _carry(x, weights, blocks, offsets, activations, keep=False, delta=delta)[:2]
+        return _Carry.apply((activations, delta is not None, stairs), *arrays)
+    return _carry(x, weights, blocks, offsets, activations, False, delta, stairs)[:2]
+
+
+def _on(x: Tensor, stairs: Sequence[Panels] | None) -> Sequence[Panels] | None:
+    """On a GPU one large product takes less time than many that leave out half of it."""
+    return stairs if x.device.type == "cpu" else None
+
+
+# Products with a weight, panel by panel: ``beta b + alpha W a``, ``W^T g``, and the part of ``g a^T`` that counts.
+
+
+def _product(weight: Tensor, a: Tensor, offset: Tensor, beta: float, alpha: float, panels: Panels) -> Tensor:
+    if len(panels) < 2:
+        return torch.addmm(offset, weight, a, beta=beta, alpha=alpha)
+    out = a.new_empty(len(weight), a.shape[1])
+    for r0, r1, _, c1 in panels:
+        torch.addmm(offset[r0:r1], weight[r0:r1, :c1], a[:c1], beta=beta, alpha=alpha, out=out[r0:r1])
+    return out
+
+
+def _transposed_product(weight: Tensor, g: Tensor, panels: Panels) -> Tensor:
+    if len(panels) < 2:
+        return weight.mT @ g
+    out = g.new_empty(weight.shape[1], g.shape[1])
+    for r0, _, c0, c1 in panels:
+        torch.mm(weight[r0:, c0:c1].mT, g[r0:], out=out[c0:c1])
+    return out
+
+
+def _outer_product(g: Tensor, a: Tensor, panels: Panels) -> Tensor:
+    if len(panels) < 2:
+        return g @ a.mT
+    out = g.new_zeros(len(g), len(a))
+    for r0, r1, _, c1 in panels:
+        torch.mm(g[r0:r1], a[:c1].mT, out=out[r0:r1, :c1])
+    return out
 
 
 def _carry(
@@ -100,13 +137,15 @@ def _carry(
     activations: Sequence[Activation],
     keep: bool,
     delta: Tensor | None,
+    stairs: Sequence[Panels] | None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     features, batch = len(blocks[0]), x.shape[1]
+    stairs = [()] * len(weights) if stairs is None else stairs
     a, unit = x, 1.0
     kept: list[Tensor] = []
-    for weight, block, offset, act in zip(weights, blocks, offsets, activations, strict=False):
+    for weight, block, offset, act, panels in zip(weights, blocks, offsets, activations, stairs, strict=False):
         # ``unit * a`` is the value before, and ``act.unit * h`` the one here.
-        h = torch.addmm(offset, weight, a, beta=1 / act.unit, alpha=unit / act.unit).view(features, -1, batch)
+        h = _product(weight, a, offset, 1 / act.unit, unit / act.unit, panels).view(features, -1, batch)
         u = block if delta is None else torch.bmm(block, delta)
         value, s, curve = act.curves(h, keep)
         if keep:
@@ -115,7 +154,7 @@ def _carry(
         else:
             delta = act.times_slope(u, s, out=s)
         a, unit = value.view(-1, batch), act.unit
-    value = torch.addmm(offsets[-1], weights[-1], a, alpha=unit)
+    value = _product(weights[-1], a, offsets[-1], 1.0, unit, stairs[-1])
     return value, torch.bmm(blocks[-1], cast("Tensor", delta)).squeeze(1), kept
 
 
@@ -129,9 +168,11 @@ def _carry_backward(
     activations: Sequence[Activation],
     kept: Sequence[Tensor],
     needed: tuple[bool, bool],
+    stairs: Sequence[Panels] | None,
 ) -> tuple[Tensor | None, Tensor | None, list[Tensor], list[Tensor], list[Tensor]]:
     """Gradients of `_carry` for ``x`` and ``delta`` (where ``needed``), weights, blocks and offsets."""
     layers, batch = len(weights), x.shape[1]
+    stairs = [()] * layers if stairs is None else stairs
     g, g_u = gradients[0], gradients[1].unsqueeze(1)
     g_weights: list[Tensor] = [x] * layers
     g_blocks: list[Tensor] = [x] * layers
@@ -140,17 +181,17 @@ def _carry_backward(
         act = activations[i - 1]
         a, before, s, curve = kept[4 * i - 4 : 4 * i]
         g_offsets[i] = g.sum(1, keepdim=True) if offsets[i].shape[1] == 1 else g
-        g_weights[i] = (g @ a.mT).mul_(act.unit)
+        g_weights[i] = _outer_product(g, a, stairs[i]).mul_(act.unit)
         g_blocks[i] = torch.bmm(g_u, before.mT)
         # The last layer's is an outer product.
         g_delta = blocks[i].mT * g_u if i == layers - 1 else torch.bmm(blocks[i].mT, g_u)
-        g = act.times_slope(back := (weights[i].mT @ g).view_as(s), s, out=back)
+        g = act.times_slope(back := _transposed_product(weights[i], g, stairs[i]).view_as(s), s, out=back)
         g = g.addcmul_(g_delta, curve, value=act.bend).view(-1, batch)
         g_u = act.times_slope(g_delta, s, out=g_delta)
     g_offsets[0] = g.sum(1, keepdim=True) if offsets[0].shape[1] == 1 else g
-    g_weights[0] = g @ x.mT
+    g_weights[0] = _outer_product(g, x, stairs[0])
     g_blocks[0] = g_u.sum(2, keepdim=True) if delta is None else torch.bmm(g_u, delta.mT)
-    g_x = weights[0].mT @ g if needed[0] else None
+    g_x = _transposed_product(weights[0], g, stairs[0]) if needed[0] else None
     g_delta_in = torch.bmm(blocks[0].mT, g_u) if delta is not None and needed[1] else None
     return g_x, g_delta_in, g_weights, g_blocks, g_offsets
 
@@ -158,18 +199,20 @@ def _carry_backward(
 class _Carry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, settings: Any, *arrays: Tensor) -> tuple[Tensor, Tensor]:
-        activations, opened = settings
+        activations, opened, stairs = settings
         layers = (len(arrays) - 2) // 3
         x, delta, *rest = arrays
         weights, blocks, offsets = rest[:layers], rest[layers : 2 * layers], rest[2 * layers :]
-        value, diagonal, kept = _carry(x, weights, blocks, offsets, activations, True, delta if opened else None)
+        value, diagonal, kept = _carry(
+            x, weights, blocks, offsets, activations, True, delta if opened else None, stairs
+        )
         ctx.settings = settings
         ctx.save_for_backward(*arrays, *kept)
         return value, diagonal
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        activations, opened = ctx.settings
+        activations, opened, stairs = ctx.settings
         layers = len(activations) + 1
         arrays, kept = ctx.saved_tensors[: 2 + 3 * layers], ctx.saved_tensors[2 + 3 * layers :]
         x, delta, *rest = arrays
@@ -181,7 +224,7 @@ class _Carry(torch.autograd.Function):
             outputs = reference(x, weights, blocks, offsets, activations, first)
             return _as_autograd(ctx, outputs, arrays, gradients)
         g_x, g_delta, *others = _carry_backward(
-            gradients, x, first, weights, blocks, offsets, activations, kept, ctx.needs_input_grad[1:3]
+            gradients, x, first, weights, blocks, offsets, activations, kept, ctx.needs_input_grad[1:3], stairs
         )
         return (None, g_x, g_delta, *(g for each in others for g in each))
 
@@ -196,7 +239,7 @@ class _Network(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        activations, masks, sigma, shared, features, trick, opened, live = ctx.settings
+        activations, masks, sigma, shared, features, trick, opened, live, stairs = ctx.settings
         layers = len(masks)
         arrays, kept = ctx.saved_tensors[: 3 + 2 * layers], ctx.saved_tensors[3 + 2 * layers :]
         x, theta, delta, *rest = arrays
@@ -223,7 +266,7 @@ class _Network(torch.autograd.Function):
         blocks = [_blocks(w, features, part) for w, part in zip(rest[:layers], live, strict=True)]
         needed = ctx.needs_input_grad[1], ctx.needs_input_grad[3]
         g_x, g_first, g_weights, g_blocks, g_offsets = _carry_backward(
-            gradients, x, first, masked, [*blocks[:-1], last], offsets, activations, kept, needed
+            gradients, x, first, masked, [*blocks[:-1], last], offsets, activations, kept, needed, stairs
         )
         # W_L = scale * W: what flows to the scale, and on to W through it.
         g_scale = (g_weights[-1] * rest[layers - 1] * masks[-1]).sum(1).view(features, -1).sum(1)

@@ -13,6 +13,9 @@ from torch import Tensor
 Live = tuple[slice, slice]
 WHOLE: Live = (slice(None), slice(None))
 
+# (r0, r1, c0, c1): rows r0:r1 of a layer read columns :c1, and columns c0:c1 are read from rows r0: on.
+Panels = tuple[tuple[int, int, int, int], ...]
+
 # The neighbours (dy, dx) that a 3x3 window reads, by the order of the coordinates: in "pixel" order, raster order with
 # the channels of a pixel together, those before; in "channel" order, channel after channel, all.
 _RASTER = [(dy, dx) for dy in (-1, 0, 1) for dx in (-1, 0, 1)]
@@ -40,6 +43,27 @@ def triangular_mask(in_ranks: Tensor, out_ranks: Tensor, strict: bool = False) -
     """
     read, write = in_ranks[None, :], out_ranks[:, None]
     return read < write if strict else read <= write
+
+
+def panels(mask: Tensor, least: int = 48) -> Panels:
+    """The stairs below which a mask is not zero, each of at least so many rows and columns, as `Panels`.
+
+    A product with the masked weight, panel by panel, leaves out what is zero: almost half of it if there are many.
+
+    >>> panels(triangular_mask(ranks(4, 1), ranks(4, 2)), least=2)
+    ((0, 4, 0, 2), (4, 8, 2, 4))
+    """
+    rows, columns = mask.shape
+    reads = (mask != 0) * torch.arange(1, columns + 1)
+    ends = reads.amax(1).cummax(0).values.tolist()
+    found = [(0, 0, 0, 0)]
+    for r in range(1, rows):
+        _, r0, _, c0 = found[-1]
+        end = ends[r - 1]
+        if end < ends[r] and min(r - r0, end - c0, rows - r, columns - end) >= least:
+            found.append((r0, r, c0, end))
+    _, r0, _, c0 = found[-1]
+    return (*found[1:], (r0, rows, c0, columns))
 
 
 def window_mask(in_ranks: Tensor, out_ranks: Tensor, order: str) -> Tensor:

@@ -20,7 +20,7 @@ from quarflow.kernels import usable
 from quarflow.nn.activations import Activation
 from quarflow.nn.activations import activation as make_activation
 from quarflow.nn.bounds import BOUNDS, LIPSCHITZ, floor, gram_norm, path_bound, power_norm
-from quarflow.nn.masks import WHOLE, Live, ranks, triangular_mask
+from quarflow.nn.masks import WHOLE, Live, Panels, panels, ranks, triangular_mask
 
 
 def without_autocast(x: Tensor) -> torch.autocast:
@@ -73,6 +73,7 @@ class TriangularLinear(nn.Module):
         fan_in = mask.sum(1, keepdim=True) + context
         # As numbers: products with booleans convert them first, at every call.
         self.register_buffer("mask", mask.to(torch.get_default_dtype()), persistent=False)
+        self.panels = panels(mask)
         self.weight = nn.Parameter(self.mask * torch.randn(mask.shape) / fan_in.sqrt())
         self.bias = nn.Parameter(torch.zeros(len(mask), 1))
         self.context: nn.Parameter | None = None
@@ -101,8 +102,11 @@ def carry(
     offsets: Sequence[Tensor],
     activations: Sequence[Activation],
     delta: Tensor | None = None,
+    stairs: Sequence[Panels] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Values and Jacobian diagonal, layer by layer, as in `TriangularNet`; ``delta`` is that of ``x``, by default 1.
+
+    ``stairs``, for each layer `quarflow.nn.masks.panels` of its mask, say what a faster form need not multiply.
 
     Shapes: ``x`` (features, batch); for each layer a weight (features * out, features * in), diagonal blocks
     (features, out, in) and an offset (features * out, batch or 1) -> (features, batch), (features, batch).
@@ -137,6 +141,7 @@ def network(
     features: int,
     delta: Tensor | None = None,
     live: Sequence[Live] | None = None,
+    stairs: Sequence[Panels] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`carry` with the rows of the last layer times ``sigma / (softplus(theta) + B)``, ``B`` the bound of the paths.
 
@@ -156,7 +161,7 @@ def network(
         bound = bound.max().expand(features) if shared else bound
         total = (bound if theta is None else bound + softplus(theta)).clamp_min(floor(x))
         weights[-1], blocks[-1] = scale_rows(weights[-1], blocks[-1], sigma / total)
-    return carry(x, weights, blocks, offsets, activations, delta)
+    return carry(x, weights, blocks, offsets, activations, delta, stairs)
 
 
 def scale_rows(weight: Tensor, blocks: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -252,24 +257,24 @@ class BoundedNet(nn.Module):
         self, x: Tensor, offsets: Sequence[Tensor], delta: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Values and diagonal of the layers at ``x`` (rows, batch): by the kernel where it may run."""
-        activations = self._activations()
+        layers, activations = self._layers(), self._activations()
+        stairs = [layer.panels for layer in layers]
         if self.bound == "paths" and self._fused(x):
-            layers, shared = self._layers(), self.lipschitz == "diagonal"
             weights, masks = [layer.weight for layer in layers], [layer.mask for layer in layers]
+            settings = activations, self.sigma, self.lipschitz == "diagonal", self.features
             live = [layer.live for layer in layers]
-            return fast.network(
-                x, weights, masks, offsets, self.theta, activations, self.sigma, shared, self.features, delta, live
-            )
+            return fast.network(x, weights, masks, offsets, self.theta, *settings, delta, live, stairs)
         with without_autocast(x):
             matrices = self.matrices()
-        return (fast.carry if self._fused(x) else carry)(x, *matrices, offsets, activations, delta)
+        return (fast.carry if self._fused(x) else carry)(x, *matrices, offsets, activations, delta, stairs)
 
     def _prepared(self, offsets: Sequence[Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
         """`_run` without gradients at the weights of now."""
         (weights, blocks), activations = self.matrices(), self._activations()
+        stairs = [layer.panels for layer in self._layers()]
 
         def run(x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
-            return (fast.carry if self._fused(x) else carry)(x, weights, blocks, offsets, activations, delta)
+            return (fast.carry if self._fused(x) else carry)(x, weights, blocks, offsets, activations, delta, stairs)
 
         return run
 
