@@ -48,8 +48,10 @@ class DiagonalLogDet(nn.Module):
         return torch.log1p(diagonal).flatten(1).sum(1)
 
 
-def linearise(net: nn.Module, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Pullback]:
+def linearise(net: Callable[..., Any], x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Pullback]:
     """``F(x)`` and ``v -> v^T dF/dx``, row by row: by the network's own ``linearise``, or by reverse mode.
+
+    ``v`` has the shape of ``x``, or one more dimension in front, for many products with the same Jacobian.
 
     >>> value, pullback = linearise(lambda x, context: (x.sin(), None), torch.zeros(1, 2))
     >>> pullback(torch.tensor([[1.0, 2.0]]))
@@ -57,22 +59,26 @@ def linearise(net: nn.Module, x: Tensor, context: Tensor | None = None) -> tuple
     """
     own = getattr(net, "linearise", None)
     if own is not None:
-        value, pullback = own(x, context)
-        return value, pullback
+        found: tuple[Tensor, Pullback] = own(x, context)
+        return found
     value, cotangents = torch.func.vjp(lambda x: net(x, context)[0], x)[:2]
-    return value, lambda v: cotangents(v)[0]
+
+    def pullback(v: Tensor) -> Tensor:
+        return cotangents(v)[0] if v.ndim == x.ndim else torch.func.vmap(pullback)(v)
+
+    return value, pullback
 
 
 def jacobian(pullback: Pullback, x: Tensor) -> Tensor:
     """All rows of ``dF/dx``: (batch, D, D).
 
-    >>> jacobian(lambda v: 2 * v, torch.zeros(1, 2))
+    >>> jacobian(lambda v: 2 * v, torch.zeros(1, 2))  # `pullback` as from `linearise`
     tensor([[[2., 0.],
              [0., 2.]]])
     """
     size = x.shape[1:].numel()
     basis = torch.eye(size, dtype=x.dtype, device=x.device).view(size, 1, *x.shape[1:]).expand(size, *x.shape)
-    return torch.func.vmap(pullback)(basis).flatten(2).movedim(0, 1).to(x.dtype)
+    return pullback(basis).flatten(2).movedim(0, 1).to(x.dtype)
 
 
 class FullLogDet(nn.Module):

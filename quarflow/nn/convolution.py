@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d, pad, softplus
 
 from quarflow.checks import check_choice, check_count, check_sigma
+from quarflow.logdet import linearise
 from quarflow.nn.activations import activation as make_activation
 from quarflow.nn.bounds import floor, gram_norm
 from quarflow.nn.masks import CENTRE, TAPS, ranks, window_mask
@@ -355,11 +356,10 @@ class ContractiveConvNet(nn.Module):
         return h.to(x.dtype)
 
     def linearise(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """``F(x)`` and ``v -> v^T dF/dx``, both (batch, C, H, W) and differentiable."""
+        """``F(x)`` and ``v -> v^T dF/dx``, (batch, C, H, W) and (..., batch, C, H, W), both differentiable."""
         with without_autocast(x):
             weights = self.weights()
-        value, cotangents = torch.func.vjp(lambda x: self._value(weights, x, context), x)[:2]
-        return value, lambda v: cotangents(v)[0]
+        return linearise(lambda x, context: (self._value(weights, x, context), None), x, context)
 
     @torch.no_grad()
     def prepare(self, context: Tensor | None = None) -> Callable[[Tensor], tuple[Tensor, None]]:

@@ -94,7 +94,7 @@ class ContractiveNet(nn.Module):
         return [*weights[:-1], weights[-1] * (self.sigma / total)[:, None]]
 
     def linearise(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """``F(x)`` and ``v -> v^T dF/dx``, both (batch, features) and differentiable.
+        """``F(x)`` and ``v -> v^T dF/dx``, (batch, features) and (..., batch, features), both differentiable.
 
         >>> value, pullback = ContractiveNet(2, hidden=(8,)).linearise(torch.zeros(5, 2))
         >>> pullback(value).shape
@@ -112,13 +112,13 @@ class ContractiveNet(nn.Module):
 
         def pullback(v: Tensor) -> Tensor:
             with without_autocast(v):
-                g = weights[-1].mT @ v.mT
+                g = weights[-1].mT @ v.movedim(-1, 0).flatten(1)
                 for weight, slope in zip(weights[-2::-1], slopes[::-1], strict=True):
-                    g = g * slope
+                    g = (g.unflatten(1, (-1, slope.shape[1])) * slope[:, None]).flatten(1)
                     if len(g) > len(weight):  # a concatenated activation: back to one value for each unit
                         g = g.unflatten(0, (-1, len(weight))).sum(0)
                     g = weight.mT @ g
-                return g.mT
+                return g.unflatten(1, v.shape[:-1]).movedim(0, -1)
 
         return h.mT.to(x.dtype), pullback
 
