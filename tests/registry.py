@@ -30,6 +30,7 @@ RELATIVES: dict[str, Callable[[int, int], t.Transform]] = {
     "Inverse(MaskedAffine)": lambda features, context: t.Inverse(t.MaskedAffine(features, context, hidden=(16,))),
     "AdditiveCoupling": lambda features, context: t.AdditiveCoupling(features, context, hidden=(16, 16)),
     "AffineCoupling": lambda features, context: t.AffineCoupling(features, context, hidden=(16, 16)),
+    "MixtureCoupling": lambda features, context: t.MixtureCoupling(features, context, hidden=(16, 16)),
     "Planar": lambda features, context: t.Planar(features, context),
     "Radial": lambda features, context: t.Radial(features, context),
     "Sylvester": lambda features, context: t.Sylvester(features, context),
@@ -55,6 +56,10 @@ TRANSFORMS: dict[str, Callable[[int, int], t.Transform]] = {
     "permutation": lambda d, c: t.Permutation(torch.randperm(d)),
     "reverse": lambda d, c: t.Reverse(),
     "lu": lambda d, c: t.LULinear(d),
+    "lu, rotation": lambda d, c: t.LULinear(d, rotation=True),
+    "quar and coupling": lambda d, c: t.Chain(
+        [t.MixtureCoupling(d, c, (8,), components=2, swap=True), t.LULinear(d, rotation=True), _residual(d, c)]
+    ),
     "logit of sigmoid": lambda d, c: t.Chain([t.Sigmoid(), t.Logit(1e-6)]),
     "sigmoid": lambda d, c: t.Sigmoid(),
     "inverse": lambda d, c: t.Inverse(t.LULinear(d)),
@@ -102,7 +107,8 @@ SCALES = {"iaf": 0.3, "realnvp": 0.3}
 
 def feature_counts(name: str) -> tuple[int, ...]:
     """The numbers of features that ``name`` takes: a coupling needs two."""
-    return tuple(d for d in FEATURES if d > 1 or (not name.endswith("Coupling") and name not in ("nice", "realnvp")))
+    couples = name.lower().endswith("coupling") or name in ("nice", "realnvp")
+    return tuple(d for d in FEATURES if d > 1 or not couples)
 
 
 def far(module: nn.Module, scale: float = 0.7, seed: int = 0) -> nn.Module:

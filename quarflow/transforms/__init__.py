@@ -3,7 +3,8 @@
 from quarflow.transforms.autoregressive import MaskedAffine
 from quarflow.transforms.base import Chain, Inverse, Transform
 from quarflow.transforms.bnaf import BNAF
-from quarflow.transforms.coupling import AdditiveCoupling, AffineCoupling
+from quarflow.transforms.coupling import AdditiveCoupling, AffineCoupling, LearnedPrior, MixtureCoupling
+from quarflow.transforms.dequantisation import Dequantisation
 from quarflow.transforms.elementwise import ActNorm, Affine, Logit, Sigmoid, Standardise
 from quarflow.transforms.mixing import LULinear, Permutation, Reverse
 from quarflow.transforms.planar import Planar, Radial, Sylvester
@@ -17,10 +18,13 @@ __all__ = [
     "Affine",
     "AffineCoupling",
     "Chain",
+    "Dequantisation",
     "Inverse",
     "LULinear",
+    "LearnedPrior",
     "Logit",
     "MaskedAffine",
+    "MixtureCoupling",
     "MultiScale",
     "Permutation",
     "Planar",

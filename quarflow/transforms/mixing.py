@@ -50,13 +50,24 @@ class Reverse(Transform):
 
 
 class LULinear(Transform):
-    """``z = L U x + b``, ``L`` unit lower and ``U`` upper triangular with diagonal ``exp(s)``; ``ladj = sum s``.
+    """``z = P (L U x + b)``: ``L`` unit lower, ``U`` upper triangular with diagonal ``exp(s)``; ``ladj = sum s``.
+
+    Of images (batch, C, H, W) it mixes the channels of each pixel: the invertible 1x1 convolution of Glow (Kingma &
+    Dhariwal 2018, arXiv:1807.03039), with ``ladj = H W sum s``. It starts as the identity, or with ``rotation=True`` as
+    a random rotation, as published; then ``P`` is a fixed permutation.
+
+    Shapes: (batch, features, ...) -> (batch, features, ...).
 
     >>> LULinear(2)(torch.ones(1, 2))[1]
     tensor([0.], grad_fn=<ExpandBackward0>)
+    >>> x = torch.randn(1, 3, 4, 4)
+    >>> bool(torch.allclose(LULinear(3, rotation=True)(x)[0].norm(dim=1), x.norm(dim=1), atol=1e-5))
+    True
     """
 
-    def __init__(self, features: int) -> None:
+    order: Tensor | None
+
+    def __init__(self, features: int, rotation: bool = False) -> None:
         super().__init__()
         check_count("features", features)
         self.features = features
@@ -64,6 +75,18 @@ class LULinear(Transform):
         self.upper = nn.Parameter(torch.zeros(features, features))
         self.log_diagonal = nn.Parameter(torch.zeros(features))
         self.bias = nn.Parameter(torch.zeros(features))
+        self.register_buffer("order", self._rotate() if rotation else None)
+
+    @torch.no_grad()
+    def _rotate(self) -> Tensor:
+        """Sets ``L U`` to a random rotation but for the order of its rows; returns that order."""
+        permutation, lower, upper = torch.linalg.lu(nn.init.orthogonal_(torch.empty_like(self.lower)))
+        # Columns of either sign make a rotation: those are taken that leave the diagonal of U positive.
+        upper = upper * upper.diagonal().sign()
+        self.lower.copy_(lower.tril(-1))
+        self.upper.copy_(upper.triu(1))
+        self.log_diagonal.copy_(upper.diagonal().log())
+        return permutation.argmax(1)
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """``(L, U)``."""
@@ -73,14 +96,26 @@ class LULinear(Transform):
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         with torch.autocast(x.device.type, enabled=False):
             lower, upper = self.factors()
-            return x @ (lower @ upper).mT + self.bias, self.log_diagonal.sum().expand(x.shape[0])
+            weight = lower @ upper
+            bias: Tensor = self.bias
+            if self.order is not None:
+                weight, bias = weight[self.order], bias[self.order]
+            return (x.movedim(1, -1) @ weight.mT + bias).movedim(-1, 1), self._total(x)
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         with torch.autocast(z.device.type, enabled=False):
             lower, upper = self.factors()
-            y = torch.linalg.solve_triangular(lower, (z - self.bias).mT, upper=False, unitriangular=True)
-            x = torch.linalg.solve_triangular(upper, y, upper=True).mT
-            return x, -self.log_diagonal.sum().expand(z.shape[0])
+            y = z if self.order is None else z[:, self.order.argsort()]
+            y = y.movedim(1, 0)
+            columns = y.flatten(1) - self.bias[:, None]
+            columns = torch.linalg.solve_triangular(lower, columns, upper=False, unitriangular=True)
+            x = torch.linalg.solve_triangular(upper, columns, upper=True)
+            return x.view(y.shape).movedim(0, 1), -self._total(z)
+
+    def _total(self, x: Tensor) -> Tensor:
+        places = x.shape[2:].numel()
+        total = self.log_diagonal.sum()
+        return (total if places == 1 else places * total).expand(x.shape[0])
 
     def extra_repr(self) -> str:
-        return str(self.features)
+        return f"{self.features}{'' if self.order is None else ', rotation=True'}"
