@@ -169,6 +169,9 @@ def train(
     out: Annotated[
         Path | None, typer.Option(file_okay=False, help="Folder of the results.", show_default="runs/SOURCE")
     ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A model of images.", show_default="quar_image")
+    ] = None,
     config: Annotated[Path | None, typer.Option(dir_okay=False, help="A TOML file with what differs.")] = None,
     set_: Annotated[
         list[str] | None,
@@ -195,7 +198,8 @@ def train(
         file = {} if config is None else runs.read_config(config)
         if resume and config is None and (out / "config.toml").exists():
             file = runs.read_config(out / "config.toml")
-        run = runs.Run.of(source, _with_data(file, folder, download), set_ or [])
+        named = [] if model is None else [f"model.name={model}"]
+        run = runs.Run.of(source, _with_data(file, folder, download), named + (set_ or []))
         _check_device(device)
     try:
         with _terminable(), _errors():

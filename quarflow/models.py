@@ -9,16 +9,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from quarflow.bases import BASES, base
-from quarflow.checks import check_choice, check_count
+from quarflow.checks import check_choice, check_count, check_positive
 from quarflow.flow import Flow
 from quarflow.logdet import FullLogDet, RouletteLogDet, SeriesLogDet
+from quarflow.nn.conditioners import AttentionConditioner, ConvConditioner, PixelFeatures
 from quarflow.nn.convolution import ContractiveConvNet, TriangularConvNet
 from quarflow.nn.dense import ContractiveNet
 from quarflow.nn.triangular import TriangularNet
@@ -26,7 +27,8 @@ from quarflow.solvers import SOLVERS
 from quarflow.transforms.autoregressive import MaskedAffine
 from quarflow.transforms.base import Chain, Inverse, Transform
 from quarflow.transforms.bnaf import BNAF
-from quarflow.transforms.coupling import AdditiveCoupling, AffineCoupling
+from quarflow.transforms.coupling import AdditiveCoupling, AffineCoupling, LearnedPrior, MixtureCoupling
+from quarflow.transforms.dequantisation import Dequantisation
 from quarflow.transforms.elementwise import ActNorm, Affine, Logit, Standardise
 from quarflow.transforms.mixing import LULinear, Permutation, Reverse
 from quarflow.transforms.planar import Planar, Radial, Sylvester
@@ -495,33 +497,31 @@ def residual(features: int, context: int = 0, **options: Any) -> Flow:
     return _config(ResidualConfig, features=features, context=context, **options).build()
 
 
-def _scales(shape: tuple[int, int, int], blocks: tuple[int, ...], halve: bool) -> list[tuple[int, int, int]]:
+def _scales(
+    shape: tuple[int, int, int], blocks: tuple[int, ...], halve: bool, squeeze_first: bool = False
+) -> list[tuple[int, int, int]]:
     """The shape of the image at each scale: a squeeze between two, which may finish half of the channels."""
     shapes = [shape]
-    for _ in blocks[1:]:
+    for i in range(len(blocks) if squeeze_first else len(blocks) - 1):
         channels, height, width = shapes[-1]
         if height % 2 or width % 2:
+            most = len(shapes) - squeeze_first
             raise ValueError(
-                f"blocks: expected at most {len(shapes)} scales for images of {shape}, whose height and width have to "
+                f"blocks: expected at most {most} scales for images of {shape}, whose height and width have to "
                 f"be even at each squeeze; got {len(blocks)}: {blocks}."
             )
-        shapes.append((4 * channels // (2 if halve else 1), height // 2, width // 2))
-    return shapes
+        shapes.append((4 * channels // (2 if halve and not (squeeze_first and i == 0) else 1), height // 2, width // 2))
+    return shapes[squeeze_first:]
 
 
 @dataclass(frozen=True)
-class _ImageStack:
-    """What image models share: logit, then at each scale actnorm and ``blocks`` times a block and actnorm."""
+class _Image:
+    """What all image models share: floats in [0, 1] through a logit, blocks at several scales."""
 
     shape: tuple[int, int, int]  # channels, height, width
     context: int = 0
     blocks: tuple[int, ...] = (16, 16, 16)  # at each scale; a squeeze between two
-    hidden: int = 512  # units of each of the two hidden layers of a block
-    activation: str = "elu"
-    sigma: float = 0.97
-    trick: bool = True
-    mixing: str | None = "reverse"
-    factor_out: bool = False  # half of the channels are finished at each squeeze
+    hidden: int = 512  # units of a hidden layer
     alpha: float | None = None  # of the logit; None: 1e-6 for one channel, 0.05 for more, as published
     base: str = "normal"
 
@@ -536,8 +536,28 @@ class _ImageStack:
         if len(self.shape) != 3:
             raise ValueError(f"shape: expected (channels, height, width); got {self.shape}.")
         check_count("context", self.context, least=0)
-        check_choice("mixing", self.mixing, ("reverse", None))
+        check_count("hidden", self.hidden)
         check_choice("base", self.base, BASES)
+
+    def flow(self, body: list[Transform], head: Sequence[Transform] = ()) -> Flow:
+        """``head`` for values in [0, 1], the logit, ``body``, and the base."""
+        alpha = (1e-6 if self.shape[0] == 1 else 0.05) if self.alpha is None else self.alpha
+        return Flow(Chain([*head, Logit(alpha), *body]), base(self.base, self.shape), self.context)
+
+
+@dataclass(frozen=True)
+class _ImageStack(_Image):
+    """What models of residual blocks share: at each scale actnorm and ``blocks`` times a block and actnorm."""
+
+    activation: str = "elu"
+    sigma: float = 0.97
+    trick: bool = True
+    mixing: str | None = "reverse"
+    factor_out: bool = False  # half of the channels are finished at each squeeze
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("mixing", self.mixing, ("reverse", None))
         _scales(self.shape, self.blocks, self.factor_out)
 
     def block(self, shape: tuple[int, int, int], opening: bool) -> Transform:
@@ -549,7 +569,6 @@ class _ImageStack:
         return []
 
     def assemble(self) -> Flow:
-        alpha = (1e-6 if self.shape[0] == 1 else 0.05) if self.alpha is None else self.alpha
         shapes, scales = _scales(self.shape, self.blocks, self.factor_out), []
         for i, (shape, count) in enumerate(zip(shapes, self.blocks, strict=True)):
             steps: list[Transform] = [ActNorm((shape[0], 1, 1), self.context)]
@@ -557,13 +576,10 @@ class _ImageStack:
                 steps += [self.block(shape, opening=i + j > 0), ActNorm((shape[0], 1, 1), self.context)]
                 steps += [Reverse()] if self.mixing and j < count - 1 else []
             scales.append([*steps, *([Squeeze()] if i < len(shapes) - 1 else self.last(shape))])
-        head: list[Transform] = [Logit(alpha)]
         if self.factor_out:
-            body: list[Transform] = [MultiScale([Chain(scale) for scale in scales])]
-        else:
-            body = [step for scale in scales for step in scale]
-            body += [Reshape(shapes[-1], self.shape)] if len(shapes) > 1 else []
-        return Flow(Chain(head + body), base(self.base, self.shape), self.context)
+            return self.flow([MultiScale([Chain(scale) for scale in scales])])
+        body = [step for scale in scales for step in scale]
+        return self.flow(body + ([Reshape(shapes[-1], self.shape)] if len(shapes) > 1 else []))
 
 
 @dataclass(frozen=True)
@@ -701,3 +717,146 @@ def residual_image(shape: tuple[int, int, int], context: int = 0, **options: Any
     torch.Size([3])
     """
     return _config(ResidualImageConfig, shape=shape, context=context, **options).build()
+
+
+@dataclass(frozen=True)
+class GlowConfig(_Image, ModelConfig):
+    """Options of `glow`; by default the published ones for CIFAR-10."""
+
+    name: ClassVar[str] = "glow"
+
+    blocks: tuple[int, ...] = (32, 32, 32)  # steps at each scale; a squeeze before each
+    limit: float = 2.0  # of the logarithm of a coupling's scale
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("limit", self.limit)
+        _scales(self.shape, self.blocks, halve=True, squeeze_first=True)
+
+    def step(self, channels: int) -> list[Transform]:
+        """Actnorm, 1x1 convolution, coupling."""
+        stay = channels // 2
+        net = ConvConditioner(stay, channels - stay, AffineCoupling.outputs, (self.hidden,) * 2, self.context)
+        return [
+            ActNorm((channels, 1, 1), self.context),
+            LULinear(channels, rotation=True),
+            AffineCoupling(channels, limit=self.limit, net=net),
+        ]
+
+    def assemble(self) -> Flow:
+        scales = []
+        shapes = _scales(self.shape, self.blocks, halve=True, squeeze_first=True)
+        for i, ((channels, _, _), count) in enumerate(zip(shapes, self.blocks, strict=True)):
+            steps = [Squeeze(), *(part for _ in range(count) for part in self.step(channels))]
+            last = i == len(shapes) - 1
+            steps += [Affine((channels, 1, 1), self.context) if last else LearnedPrior(channels, self.context)]
+            scales.append(Chain(steps))
+        return self.flow([MultiScale(scales)])
+
+
+def glow(shape: tuple[int, int, int], context: int = 0, **options: Any) -> Flow:
+    """Glow (Kingma & Dhariwal 2018) for images in [0, 1], (batch, C, H, W): exact, and one pass in both directions.
+
+    At each scale a squeeze, then ``blocks`` times actnorm, an invertible 1x1 convolution, and an affine coupling whose
+    network has a 3x3, a 1x1 and a 3x3 convolution; half of the channels are finished behind each scale but the last,
+    with a learned normal prior.
+
+    Args:
+        shape: (channels, height, width).
+        context: number of conditioning features, 0 for none; they enter every actnorm and every layer of the networks.
+        **options: the fields of `GlowConfig`: ``blocks`` (steps at each scale), ``hidden``, ``limit``, ``alpha``,
+            ``base``.
+
+    >>> flow = glow((1, 4, 4), blocks=(1, 1), hidden=8)
+    >>> flow.log_prob(torch.rand(3, 1, 4, 4)).shape, flow.exact
+    (torch.Size([3]), True)
+    """
+    return _config(GlowConfig, shape=shape, context=context, **options).build()
+
+
+DEQUANTISATIONS = ("uniform", "variational")
+
+
+@dataclass(frozen=True)
+class FlowPPConfig(_Image, ModelConfig):
+    """Options of `flowpp`; by default the published ones for CIFAR-10 with uniform noise."""
+
+    name: ClassVar[str] = "flowpp"
+
+    blocks: tuple[int, ...] = (4, 5)  # couplings at each scale; a squeeze between two
+    hidden: int = 104  # channels of a network; published with variational dequantisation: 96
+    depth: int = 10  # gated convolutions of a network, each with its attention
+    heads: int = 4  # of the attention
+    components: int = 32  # of the mixtures
+    dropout: float = 0.0  # in training; published: 0.2, and then `log_prob` is random in train mode
+    dequantisation: str = "uniform"
+    dequantisation_depth: int = 2  # of the networks of the noise
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("dequantisation", self.dequantisation, DEQUANTISATIONS)
+        check_count("dequantisation_depth", self.dequantisation_depth)
+        for shape in _scales(self.shape, self.blocks, halve=False):
+            if shape[2] % 2:
+                raise ValueError(
+                    f"blocks: expected scales of an even width, for their checkerboards; got one of {shape}. Take "
+                    "fewer scales, or pad the images."
+                )
+
+    def step(self, shape: tuple[int, int, int], split: str, swap: bool, depth: int, context: int) -> list[Transform]:
+        """1x1 convolution, coupling."""
+        channels, height, width = shape
+        read, write = channels // 2, channels - channels // 2
+        if split == "checkerboard":
+            read, write, width = channels, channels, width // 2
+        outputs = MixtureCoupling.outputs_of(self.components)
+        size = height, width
+        net = AttentionConditioner(
+            read, write, outputs, size, self.hidden, depth, self.heads, context, self.dropout
+        )
+        coupling = MixtureCoupling(channels, components=self.components, net=net, split=split, swap=swap)
+        return [*([LULinear(channels)] if channels > 1 else []), coupling]
+
+    def assemble(self) -> Flow:
+        shapes = _scales(self.shape, self.blocks, halve=False)
+        body: list[Transform] = []
+        for i, (shape, count) in enumerate(zip(shapes, self.blocks, strict=True)):
+            body += [Squeeze()] if i else []
+            # A squeeze brings neighbours into one pixel, whose channels the next two couplings halve.
+            for j in range(count):
+                split = "half" if i and j < 2 else "checkerboard"
+                body += [ActNorm(shape, self.context)]
+                body += self.step(shape, split, bool(j % 2), self.depth, self.context)
+        body += [Reshape(shapes[-1], self.shape)] if len(shapes) > 1 else []
+        return self.flow(body, [self.noise()] if self.dequantisation == "variational" else [])
+
+    def noise(self) -> Transform:
+        """Four couplings that know the image and the context, as published."""
+        net = PixelFeatures(self.shape[0], context=self.context, dropout=self.dropout)
+        steps: list[Transform] = []
+        for j in range(4):
+            steps += [ActNorm(self.shape)]
+            steps += self.step(self.shape, "checkerboard", bool(j % 2), self.dequantisation_depth, net.hidden)
+        return Dequantisation(Chain(steps), net)
+
+
+def flowpp(shape: tuple[int, int, int], context: int = 0, **options: Any) -> Flow:
+    """Flow++ (Ho et al. 2019) for images in [0, 1], (batch, C, H, W): exact, with draws by numbers.
+
+    Couplings by the distribution functions of mixtures of logistics, on a checkerboard or on channels, whose networks
+    have gated convolutions and attention over all pixels. Behind them actnorm and 1x1 convolutions.
+
+    With ``dequantisation="variational"`` the first step turns uniform noise into noise that knows the image
+    (`quarflow.transforms.Dequantisation`): bits per dimension are then the variational bound.
+
+    Args:
+        shape: (channels, height, width); the width is even at every scale.
+        context: number of conditioning features, 0 for none.
+        **options: the fields of `FlowPPConfig`: ``blocks`` (couplings at each scale), ``hidden``, ``depth``, ``heads``,
+            ``components``, ``dropout``, ``dequantisation``, ``dequantisation_depth``, ``alpha``, ``base``.
+
+    >>> flow = flowpp((1, 4, 4), blocks=(1, 1), hidden=8, depth=1, components=2)
+    >>> flow.log_prob(torch.rand(3, 1, 4, 4)).shape, flow.exact
+    (torch.Size([3]), True)
+    """
+    return _config(FlowPPConfig, shape=shape, context=context, **options).build()

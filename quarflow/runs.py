@@ -40,7 +40,7 @@ SECTIONS = ("data", "model", "training", "run")
 GRID = 64  # pictures of a grid of samples
 
 TRAINING = {"max_steps": 10_000, "batch_size": 64, "learning_rate": 1e-3, "clip": 1.0, "ema": 0.999}
-# What differs from the defaults, by source.
+# What differs from the defaults, by source; the sizes are those of flows of residual blocks.
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "digits": {
         "model": {"blocks": (4, 4), "hidden": 64},
@@ -50,7 +50,15 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "fashion-mnist": {"model": {"blocks": (16, 16, 16), "hidden": 512}},
     "cifar10": {"model": {"blocks": (16, 16, 16), "hidden": 576}},
 }
-
+# Sizes of other models, by source; their own defaults where nothing is said.
+SIZES: dict[str, dict[str, dict[str, Any]]] = {
+    "glow": {
+        "digits": {"blocks": (4, 4), "hidden": 64},
+        "mnist": {"blocks": (32, 32)},  # 28 pixels can be halved twice
+        "fashion-mnist": {"blocks": (32, 32)},
+    },
+    "flowpp": {"digits": {"blocks": (2, 3), "hidden": 32, "depth": 2, "components": 8}},
+}
 
 @dataclass(frozen=True)
 class Run:
@@ -79,8 +87,8 @@ class Run:
     def of(cls, source: str, file: Mapping[str, Any] | None = None, settings: list[str] | None = None) -> Run:
         """The options for ``source``: those of a file over the preset, and ``SECTION.KEY=VALUE`` over these."""
         preset = PRESETS.get(source, {"model": {"blocks": (8, 8), "hidden": 192}})
-        merged: dict[str, dict[str, Any]] = {name: dict(preset.get(name, {})) for name in SECTIONS}
-        merged["training"] = TRAINING | merged["training"]
+        merged: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+        merged["training"] = TRAINING | preset.get("training", {})
         for section, options in (file or {}).items():
             if section not in SECTIONS or not isinstance(options, Mapping):
                 raise ValueError(f"configuration: expected sections {', '.join(SECTIONS)}; got {section!r}.")
@@ -93,6 +101,8 @@ class Run:
                     f"setting: expected SECTION.KEY=VALUE with a section of {', '.join(SECTIONS)}; got {text!r}."
                 )
             merged[section][key] = _value(value.strip())
+        sizes = SIZES.get(str(merged["model"].get("name")))
+        merged["model"] = (preset["model"] if sizes is None else sizes.get(source, {})) | merged["model"]
         allowed = {
             "data": {"folder", "download"},
             "training": {f.name for f in dataclasses.fields(Options)},

@@ -16,6 +16,7 @@ import quarflow as qf
 from quarflow import runs
 from quarflow.cli import app
 from quarflow.data.images import load_images
+from quarflow.pixels import reconstruction_error
 from quarflow.runs import Run
 
 pytest.importorskip("sklearn")
@@ -112,6 +113,25 @@ def test_options_come_from_preset_file_and_command_line_in_this_order():
     assert not other.exact
 
 
+@pytest.mark.parametrize("name", ["glow", "flowpp"])
+def test_another_model_by_its_name(tmp_path, name):
+    done = command("train", "digits", "--model", name, "--out", tmp_path, *TINY[:4], "--set", "training.max_steps=10")
+    assert done.exit_code == 0, done.output
+    flow, images = qf.load(tmp_path / "model.qf"), load_images("digits")
+    assert flow.config.name == name
+    found = json.loads((tmp_path / "result.json").read_text())["test_bpd"]
+    assert qf.bits_per_dim(flow, images.test, draws=3).bpd == pytest.approx(found, rel=1e-6)
+    assert reconstruction_error(flow, images.test[:20]) < 1e-4
+    sampled = command("sample", tmp_path / "model.qf", "-o", tmp_path / "grid.png", "-n", 4)
+    assert sampled.exit_code == 0, sampled.output
+
+
+def test_sizes_are_those_of_the_model():
+    assert dict(Run.of("mnist", {}, ["model.name=glow"]).model) == {"name": "glow", "blocks": (32, 32)}
+    assert dict(Run.of("cifar10", {"model": {"name": "flowpp"}}).model) == {"name": "flowpp"}
+    assert Run.of("mnist", {}, ["model.name=residual_image"]).model["hidden"] == 512
+
+
 def test_a_folder_of_pictures(tmp_path):
     from PIL import Image
 
@@ -129,6 +149,7 @@ def test_a_folder_of_pictures(tmp_path):
     ("words", "code", "message"),
     [
         (["train", "letters"], 2, "source: expected one of"),
+        (["train", "digits", "--model", "glowing"], 2, "model: expected one of"),
         (["train", "digits", "--set", "hidden=3"], 2, "SECTION.KEY=VALUE"),
         (["train", "digits", "--set", "training.epochs=3"], 2, "[training] has no 'epochs'"),
         (["train", "digits", "--set", "model.width=3"], 2, "has no option 'width'"),

@@ -302,6 +302,7 @@ class PixelFeatures(nn.Module):
         self, channels: int, hidden: int = 32, depth: int = 3, context: int = 0, dropout: float = 0.0
     ) -> None:
         super().__init__()
+        self.hidden = hidden
         self.first = Conv(2 * channels, hidden, 3, context)
         self.blocks = nn.ModuleList(GatedConv(hidden, context, dropout, kernel=3) for _ in range(depth))
 
