@@ -77,6 +77,9 @@ def bits_per_dim(
 ) -> BitsPerDim:
     """``8 - log p((x + u) / 256) / (D log 2)`` of uint8 images (n, C, H, W), in batches and ``eval()`` mode.
 
+    An upper bound of ``-log2 P(x) / D``, also where the flow makes noise that knows the image of the uniform ``u``
+    (`quarflow.transforms.Dequantisation`).
+
     >>> import quarflow as qf
     >>> flow = qf.models.quar_image((1, 4, 4), blocks=(1,), hidden=4)
     >>> bits_per_dim(flow, torch.zeros(5, 1, 4, 4, dtype=torch.uint8)).n

@@ -143,7 +143,17 @@ def test_dequantisation_keeps_whole_numbers_and_is_finite_on_their_edges(dtype: 
     with unchecked():
         back = f.inverse(z)[0]
     assert torch.equal(qf.pixels.quantise(back), k.to(torch.uint8))
-    assert torch.isfinite(f.inverse(torch.ones(1, 1, 2, 2, dtype=dtype) - 1 / 512)[0]).all()
+
+
+def test_draws_of_a_flow_with_learned_noise_have_its_density_also_beyond_the_unit_interval() -> None:
+    """The logit of published flows reaches a little beyond [0, 1], and so do their draws."""
+    steps = [dequantisation(0.1), t.Logit(0.1), t.Affine((1, 2, 2))]
+    flow = qf.Flow(t.Chain(steps), qf.bases.base("normal", (1, 2, 2))).double()
+    with torch.no_grad():
+        flow.transform.steps[2].log_scale.fill_(-2)
+    x, log_prob = flow.sample_and_log_prob(500)
+    assert ((x < 0) | (x > 1)).float().mean() > 0.1
+    assert torch.allclose(flow.log_prob(x), log_prob, rtol=1e-6)
 
 
 def test_noise_has_a_density_in_each_cell_that_depends_on_the_image() -> None:

@@ -28,7 +28,7 @@ class Dequantisation(Transform):
     Args:
         transform: of the logits of ``u``; its context is what ``net`` gives.
         net: ``net(k / levels - 1/2, context)``.
-        levels: whole numbers ``0 .. levels - 1``.
+        levels: whole numbers from 0 to 1; those beyond have cells as well.
 
     Shapes: (batch, *event) -> (batch, *event).
 
@@ -49,7 +49,7 @@ class Dequantisation(Transform):
 
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """``(k, u)``."""
-        k = (x * self.levels).floor().clamp(0, self.levels - 1)
+        k = (x * self.levels).floor()
         return k, self._inside(x * self.levels - k)
 
     def _inside(self, u: Tensor) -> Tensor:
