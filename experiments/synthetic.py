@@ -30,6 +30,7 @@ from quarflow.checkpoint import read_tensors, write_tensors
 from quarflow.data.toy import Toy, toy
 from quarflow.models import REGISTRY, ResidualConfig, from_dict
 from quarflow.training import Options, Rows, Trainer, TrainingDiverged, interruptible
+from quarflow.transforms import LULinear
 
 TEST_POINTS = 20_000
 HALF_WIDTH = 5.0  # of the grid on which densities in the plane are integrated
@@ -247,7 +248,7 @@ def load(job: Job, folder: Path) -> qf.Flow:
 
 
 def parameters(flow: qf.Flow) -> tuple[int, int]:
-    """Parameters that no mask holds at zero, and all.
+    """Parameters that are of use, and all: without those that a mask or a triangular matrix holds at zero.
 
     >>> parameters(qf.models.quar(2, blocks=1, hidden=(3,), actnorm=False))
     (32, 38)
@@ -258,6 +259,8 @@ def parameters(flow: qf.Flow) -> tuple[int, int]:
         mask, weight = getattr(module, "mask", None), getattr(module, "weight", None)
         if mask is not None and weight is not None and mask.shape == weight.shape:
             masked += int((mask == 0).sum())
+        if isinstance(module, LULinear):  # of each square, one triangle
+            masked += module.features * (module.features + 1)
     return every - masked, every
 
 

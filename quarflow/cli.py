@@ -60,6 +60,7 @@ class Figure(StrEnum):
     figure2 = "figure2"
     figure3 = "figure3"
     figures4_6 = "figures4-6"
+    table1 = "table1"
     all = "all"
 
 
@@ -70,26 +71,42 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+Folder = Annotated[
+    Path | None,
+    typer.Option(help="Where the original files are.", show_default="$QUARFLOW_DATA, or ~/.cache/quarflow"),
+]
+Download = Annotated[bool, typer.Option("--download", help="Fetch missing files from their public homes.")]
+
+
 @app.command()
 def reproduce(
     figure: Annotated[
         Figure,
         typer.Argument(
             help="figure2: the Lipschitz Trick. figure3: log-density contours under three kinds of flow. "
-            "figures4-6: where the modes are after each transform.",
+            "figures4-6: where the modes are after each transform. all: these figures. "
+            "table1: bits/dim of four flows of images.",
             show_default=False,
         ),
     ],
     out: Annotated[
         Path, typer.Option(file_okay=False, help="Folder of the results; the runs are kept in OUT/runs.")
     ] = Path("reproduced"),
-    steps: Annotated[int, typer.Option(min=1, help="Updates of each model; a few hundred for a quick look.")] = 20_000,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Updates of each model; a few hundred for a quick look.",
+            show_default="20000; table1: as many as --minutes allow",
+        ),
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each model, with seeds 0, 1, ...")] = 5,
     models: Annotated[
         str,
         typer.Option(
             metavar="NAME,...",
-            help="Only these of figure 3: maf, residual, quar, quar-coordinate.",
+            help="Only these of figure 3: maf, residual, quar, quar-coordinate; "
+            "of table1: quar, residual, glow, flowpp.",
             show_default="all of them",
         ),
     ] = "",
@@ -106,8 +123,19 @@ def reproduce(
     device: Annotated[Device, typer.Option(help="Where to train.")] = Device.cpu,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each a process with one thread.")] = 1,
     fresh: Annotated[bool, typer.Option("--fresh", help="Train anew what is finished or was cut.")] = False,
+    minutes: Annotated[
+        float | None, typer.Option(help="Of table1: of training of each run.", show_default="5, without --steps")
+    ] = None,
+    data: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Of table1: data sets; digits for a quick look.")
+    ] = "mnist,cifar10",
+    settings: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Of table1: each system's published optimiser, the engine's own.")
+    ] = "published,engine",
+    folder: Folder = None,
+    download: Download = False,
 ) -> None:
-    """Reproduce the figures of the paper: pictures and their numbers.
+    """Reproduce the figures and a table of the paper: pictures and their numbers.
 
     Each writes FIGURE.json and PNG. A run that is finished is kept, and one that was cut goes on: Ctrl-C, and the
     same command later, loses nothing.
@@ -115,11 +143,23 @@ def reproduce(
     experiments = _experiments()
     if importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("reproduce draws with matplotlib: pip install 'quarflow[plots]'.")
-    every = tuple(f.value for f in Figure if f is not Figure.all)
+    if figure is Figure.table1:
+        options = {
+            "data": _names(data),
+            "models": _names(models),
+            "settings": _names(settings),
+            "minutes": minutes,
+            "steps": steps,
+            "device": device.value,
+            "folder": None if folder is None else str(folder),
+            "download": download,
+        }
+        return _table1(options, out, fresh)
+    every = tuple(f.value for f in Figure if f not in (Figure.all, Figure.table1))
     try:
-        settings = experiments.Settings(
+        chosen = experiments.Settings(
             figures=every if figure is Figure.all else (figure.value,),
-            steps=steps,
+            steps=20_000 if steps is None else steps,
             seeds=seeds,
             batch_size=batch_size,
             learning_rate=learning_rate,
@@ -131,10 +171,10 @@ def reproduce(
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     console = Console(stderr=True)
-    board = _Board(console, [job for name in settings.figures for job in settings.jobs(name)])
+    board = _Board(console, [job for name in chosen.figures for job in chosen.jobs(name)])
     try:
         with _terminable(), board.shown():
-            failed, written = experiments.reproduce(settings, out, jobs, fresh, board.tell, console.print)
+            failed, written = experiments.reproduce(chosen, out, jobs, fresh, board.tell, console.print)
     except experiments.Mismatch as error:
         raise typer.BadParameter(str(error)) from error
     except KeyboardInterrupt:
@@ -147,6 +187,25 @@ def reproduce(
         raise typer.Exit(1)
 
 
+def _table1(options: dict[str, Any], out: Path, fresh: bool) -> None:
+    """`reproduce` of table 1."""
+    from experiments import table1
+
+    console = Console(stderr=True)
+    try:
+        with _terminable(), _errors():
+            _check_device(Device(options["device"]))
+            written = table1.reproduce(
+                table1.Table(**options), out, fresh, lambda text: console.print(text, highlight=False)
+            )
+    except KeyboardInterrupt:
+        console.print("Interrupted. What is finished is kept; the same command goes on from here.")
+        raise typer.Exit(INTERRUPTED) from None
+    typer.echo((out / "table1.md").read_text())
+    for path in written:
+        typer.echo(path)
+
+
 Source = Annotated[
     str,
     typer.Argument(
@@ -155,11 +214,6 @@ Source = Annotated[
         show_default=False,
     ),
 ]
-Folder = Annotated[
-    Path | None,
-    typer.Option(help="Where the original files are.", show_default="$QUARFLOW_DATA, or ~/.cache/quarflow"),
-]
-Download = Annotated[bool, typer.Option("--download", help="Fetch missing files from their public homes.")]
 Model = Annotated[Path, typer.Argument(help="A file that `train` or `quarflow.save` wrote.", show_default=False)]
 
 

@@ -160,12 +160,12 @@ def test_noise_has_a_density_in_each_cell_that_depends_on_the_image() -> None:
     """The change of volume, averaged over a cell of the outcome, is one: q integrates to one."""
     f = dequantisation(0.4)
     generator = torch.Generator().manual_seed(0)
-    v = torch.rand(40_000, 1, 2, 2, generator=generator, dtype=torch.float64)
+    v = torch.rand(10_000, 1, 2, 2, generator=generator, dtype=torch.float64)
     slopes = []
     for level in (0, 200):
         with torch.no_grad(), unchecked():
             q = f.inverse((level + v) / 256)[1].exp()
-        assert abs(q.mean() - 1) < 5 * q.std() / 200
+        assert abs(q.mean() - 1) < 5 * q.std() / 100
         assert q.std() > 0.1
         slopes.append(q[0])
     assert slopes[0] != slopes[1]

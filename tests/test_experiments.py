@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import quarflow as qf  # noqa: E402
-from experiments import figure2, figure3, figures4_6, jobs, readme, reproduce, synthetic  # noqa: E402
+from experiments import figure2, figure3, figures4_6, jobs, readme, reproduce, synthetic, table1  # noqa: E402
 from experiments.synthetic import Model  # noqa: E402
 from quarflow.cli import app  # noqa: E402
 from quarflow.data.toy import EightGaussians, GaussianMixture, TwoUniforms  # noqa: E402
@@ -136,6 +136,8 @@ def test_a_flow_of_zuko_joins(tiny, tmp_path, monkeypatch):
         (["figure9"], "figures4-6"),
         (["figure3", "--models", "glow"], "quar-coordinate"),
         (["figure3", "--also", "glow"], "nice"),
+        (["table1", "--models", "maf"], "flowpp"),
+        (["table1", "--minutes", "0"], "minutes"),
         (["figure3", "--also", "zuko:Flow"], "zuko:NSF"),
         (["figure2", "--also", "nice"], "figure3"),
         (["figure2", "--steps", "0"], "steps"),
@@ -182,6 +184,78 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(tiny, tmp_path, monkeypat
     assert "TrainingDiverged" in done.output
     assert (tmp_path / "runs" / "figure2-paths-seed0.qf").exists()
     assert not (tmp_path / "figure2.json").exists()
+
+
+# The table of images.
+
+
+@pytest.fixture
+def tiny_table(monkeypatch):
+    small = {"blocks": (1, 1), "hidden": 4}
+    own = {"flowpp": {"depth": 1, "components": 2}}
+    systems = {
+        name: dataclasses.replace(system, of_data={"digits": small | own.get(name, {})})
+        for name, system in table1.SYSTEMS.items()
+    }
+    monkeypatch.setattr(table1, "SYSTEMS", systems)
+    monkeypatch.setattr(table1, "ROUNDS", 2)
+
+
+def test_a_small_table_is_made_kept_and_goes_on(tiny_table, tmp_path, monkeypatch):
+    words = ["table1", "--data", "digits", "--steps", 5, "--out", tmp_path]
+    done = command(*words, "--models", "quar,glow", "--settings", "published")
+    assert done.exit_code == 0, done.output
+    before = times(tmp_path / "runs" / "digits-glow-published")
+
+    # One of the runs that are left diverges: it has a row that says so, and the others go on.
+    whole = table1.train
+
+    def train(run, folder, *arguments, **options):
+        if folder.name == "digits-residual-engine":
+            raise qf.TrainingDiverged("the loss is NaN", qf.training.History([5]))
+        return whole(run, folder, *arguments, **options)
+
+    monkeypatch.setattr(table1, "train", train)
+    done = command(*words)
+    assert done.exit_code == 0, done.output
+    assert times(tmp_path / "runs" / "digits-glow-published") == before
+    result = json.loads((tmp_path / "table1.json").read_text())
+    assert set(result["digits"]) == {"quar", "residual", "glow", "flowpp"}
+    for name, row in result["digits"].items():
+        assert row["published_bpd"] is None
+        for each in (row, row["engine"]):
+            assert each["step_ms"] > 0
+            assert 0 < each["parameters"] <= each["parameters_with_masked"]
+            assert each["memory_mib"] is None
+            if each is not result["digits"]["residual"]["engine"]:
+                assert each["steps"] == 5, name
+                assert 2 < each["test_bpd"] < 12
+                assert each["test_bpd_se"] > 0
+                assert each["sample_ms"] > 0
+    assert result["digits"]["residual"]["engine"]["diverged"] == "the loss is NaN"
+    assert "| digits | Residual flow | engine |  | diverged |" in done.output
+    assert (tmp_path / "table1.png").read_bytes().startswith(PNG)
+    assert str(ROOT) not in (tmp_path / "table1.json").read_text()
+    assert "--data digits --steps 5" in result["command"]
+
+    other = command(*words[:-3], 6, *words[-2:])
+    assert other.exit_code == 2
+    assert "--fresh" in other.output
+
+
+def test_the_sizes_and_settings_of_the_table():
+    table = table1.Table()
+    assert (table.minutes, table.steps) == (5.0, None)
+    run = table.run("mnist", "glow", "published")
+    assert dict(run.model) == {"name": "glow", "blocks": (32, 32)}
+    assert (run.training.batch_size, run.training.optimizer, run.training.max_seconds) == (512, "adamax", 300)
+    engine = table.run("cifar10", "flowpp", "engine")
+    assert (engine.training.learning_rate, engine.training.max_steps, engine.model["dropout"]) == (1e-3, None, 0.2)
+    assert table.run("cifar10", "quar", "engine").model["hidden"] == 528
+    with pytest.raises(ValueError, match="data: expected one of"):
+        table1.Table(data=("letters",))
+    with pytest.raises(ValueError, match="settings: expected one or more"):
+        table1.Table(settings=())
 
 
 # Jobs.
@@ -434,7 +508,7 @@ def test_the_readme_is_that_of_the_results():
     text = (readme.FOLDER / "README.md").read_text()
     assert text == readme.with_results(text)
     results = readme.FOLDER / "results"
-    for path in results.glob("*.json") if results.exists() else []:
+    for path in results.glob("figure*.json") if results.exists() else []:
         result = json.loads(path.read_text())
         assert result["settings"]["steps"] == 20_000
         assert result["settings"]["seeds"] == (1 if path.stem == "figures4-6" else 5)
