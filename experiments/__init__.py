@@ -1,9 +1,10 @@
-"""The figures of the paper, reproduced: ``quarflow reproduce`` on the command line, see experiments/README.md.
+"""The figures of the paper and its table 1, reproduced: ``quarflow reproduce``, see experiments/README.md.
 
 ================  ==========================================================================================
 `synthetic`       one model, one seed: training, its numbers, where they come from
 `jobs`            many of these, side by side, kept once they are finished
 `figure2` ..      which models a figure compares, its numbers and its picture
+`table1`          four flows of images, by the runs of ``quarflow train``
 `readme`          the tables of the README, from the results
 ================  ==========================================================================================
 
