@@ -186,6 +186,7 @@ def train(
     state, config = out / "state", run.to_toml()
     if not resume and state.exists():
         raise ValueError(f"{state}: a run is there already. Go on with it (--resume), or give another folder.")
+    resume = resume and state.exists()
     (out / "config.toml").write_text(config)
     parameters = sum(p.numel() for p in flow.parameters())
     say(f"{run.source}: {len(images.train)} images of {images.shape} to train on, {parameters:,} parameters")
@@ -197,7 +198,7 @@ def train(
             progress=show,
             checkpoint=state,
             checkpoint_seconds=60 * run.checkpoint_minutes,
-            resume=resume and state.exists(),
+            resume=resume,
             **dataclasses.asdict(run.training),
         )
     save(flow, out / "model.qf")
@@ -263,17 +264,20 @@ def _observed(run: Run, out: Path, resume: bool) -> Iterator[Callable[[Trainer],
         return [{**each, "seconds": round(trainer.seconds, 1)} for each in new]
 
     with bar(None) as drawn, log.open("a" if resume else "w", encoding="utf-8") as file:
-        first = True
+        last: Trainer | None = None
 
-        def show(trainer: Trainer) -> None:
-            nonlocal sampled, first
-            if first and resume:  # what the history brought along is in the log already
-                seen["loss"] = sum(s < trainer.step for s in trainer.history.steps)
-                seen["validation"] = sum(s < trainer.step for s in trainer.history.validation_steps)
-            first = False
+        def write(trainer: Trainer) -> None:
             for each in entries(trainer):
                 file.write(json.dumps(each) + "\n")
                 file.flush()
+
+        def show(trainer: Trainer) -> None:
+            nonlocal sampled, last
+            if last is None and resume:  # what the history brought along is in the log already
+                seen["loss"] = sum(s < trainer.step for s in trainer.history.steps)
+                seen["validation"] = sum(s < trainer.step for s in trainer.history.validation_steps)
+            last = trainer
+            write(trainer)
             drawn(trainer)
             if time.monotonic() - sampled > 60 * run.sample_minutes:
                 with trainer.averaged():
@@ -281,6 +285,9 @@ def _observed(run: Run, out: Path, resume: bool) -> Iterator[Callable[[Trainer],
                 sampled = time.monotonic()
 
         yield show
+        # The entries of the end; a run that was cut will come to them.
+        if last is not None and last.history.stopped != "interrupted":
+            write(last)
 
 
 def _replace(path: Path, text: str) -> None:

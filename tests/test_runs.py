@@ -41,6 +41,8 @@ def test_a_run_writes_everything(tmp_path):
     assert [line["step"] for line in lines if "train_bpd" in line] == [10, 20]
     best = max(line["validation_bpd"] for line in lines if "validation_bpd" in line)
     assert best >= result["validation_bpd"]
+    validated = [line["step"] for line in lines if "validation_bpd" in line]
+    assert (validated[0], validated[-1]) == (0, 20)
     assert (out / "samples.png").read_bytes().startswith(b"\x89PNG")
     flow, images = qf.load(out / "model.qf"), load_images("digits")
     assert qf.bits_per_dim(flow, images.test, draws=3).bpd == pytest.approx(result["test_bpd"], rel=1e-6)
