@@ -7,6 +7,8 @@
 (torch.Size([1]), torch.Size([3, 2]))
 """
 
+from typing import TYPE_CHECKING, Any
+
 from quarflow import bases, interop, models, solvers, transforms
 from quarflow.checkpoint import load, save
 from quarflow.evaluation import evaluate
@@ -14,6 +16,9 @@ from quarflow.flow import Flow
 from quarflow.pixels import bits_per_dim
 from quarflow.solvers import NotConverged
 from quarflow.training import History, TrainingDiverged, fit
+
+if TYPE_CHECKING:
+    from quarflow.estimator import FlowDensity as FlowDensity
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,3 +37,12 @@ __all__ = [
     "solvers",
     "transforms",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Needs scikit-learn, which importing quarflow does not.
+    if name == "FlowDensity":
+        from quarflow.estimator import FlowDensity
+
+        return FlowDensity
+    raise AttributeError(f"module 'quarflow' has no attribute {name!r}")

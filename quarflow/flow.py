@@ -153,6 +153,10 @@ class Flow(nn.Module):
         self.transform.initialise(rows, self._context_rows(context, x.shape[: x.ndim - len(self.event_shape)]))
         return self
 
+    def varying(self, x: Tensor) -> Tensor:
+        """``x`` (n, *event), which `fit` refuses if a column of it is constant: it has no density."""
+        return x
+
     def _context_rows(self, context: Tensor | None, batch: Sequence[int]) -> Tensor | None:
         if context is not None and context.ndim == 1 and self.context_features:
             context = context[None]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
@@ -34,6 +34,10 @@ from quarflow.transforms.mixing import LULinear, Permutation, Reverse
 from quarflow.transforms.planar import Planar, Radial, Sylvester
 from quarflow.transforms.reshape import MultiScale, Reshape, Squeeze
 from quarflow.transforms.residual import Residual
+
+if TYPE_CHECKING:
+    from quarflow.table_flow import TableFlow
+    from quarflow.tables import Schema
 
 MIXINGS = ("reverse", "lu", "permute", None)
 REGISTRY: dict[str, type[ModelConfig]] = {}
@@ -425,6 +429,50 @@ def bnaf(features: int, context: int = 0, **options: Any) -> Flow:
     torch.Size([1])
     """
     return _config(BNAFConfig, features=features, context=context, **options).build()
+
+
+@dataclass(frozen=True)
+class TableConfig(ModelConfig):
+    """Options of `table`."""
+
+    name: ClassVar[str] = "table"
+
+    schema: str  # the text of `quarflow.tables.Schema.to_json`
+    flow: dict[str, Any]  # the configuration of the flow of the numbers, with no features and context
+    label_hidden: int = 32  # units of the networks of the categories
+    points: int = 8  # at which the density is taken in a cell of whole numbers
+
+    def assemble(self) -> Flow:
+        from quarflow.table_flow import TableFlow
+        from quarflow.tables import Schema
+
+        schema = Schema.from_json(self.schema)
+        known = schema.context_features + sum(len(c.values) for c in schema.labels)
+        inner = Flow(Chain([]), base("normal", (0,)), known)  # of a table without numbers
+        if schema.numbers:
+            inner = from_dict({**self.flow, "features": len(schema.numbers), "context": known}).build()
+        return TableFlow(schema, inner, self.label_hidden, self.points)
+
+
+def table(
+    schema: Schema, model: str = "quar", label_hidden: int = 32, points: int = 8, **options: Any
+) -> TableFlow:
+    """A flow of the rows of a table: numbers, whole numbers, categories and context; see `quarflow.tables`.
+
+    Args:
+        schema: what the columns are.
+        model: the flow of the numbers.
+        label_hidden: units of the networks of the categories.
+        points: at which the density is taken in a cell of whole numbers.
+        **options: those of the model.
+
+    >>> from quarflow.tables import Schema, as_table
+    >>> rows = as_table({"size": [1.5, 2.25, 4.0, 2.5], "colour": ["red", "blue", "red", "red"]})
+    >>> table(Schema.of(rows), blocks=1, hidden=(4,)).event_shape
+    torch.Size([2])
+    """
+    flow = TableConfig(schema.to_json(), {"model": model, **options}, label_hidden, points).build()
+    return cast("TableFlow", flow)
 
 
 LOGDETS = ("roulette", "full", "series")

@@ -661,7 +661,8 @@ def _split(
     if len(rows) < 2:
         raise ValueError(f"x: expected at least 2 rows to train on; got {len(rows)}. Give more rows.")
     if len(flow.event_shape) == 1:
-        constant = (rows.x.amin(0) == rows.x.amax(0)).nonzero().flatten().tolist()
+        varying = flow.varying(rows.x)
+        constant = (varying.amin(0) == varying.amax(0)).nonzero().flatten().tolist()
         if constant:
             raise ValueError(
                 f"x: expected columns that vary; got constant columns {constant[:10]} in the {len(rows)} "

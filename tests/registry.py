@@ -15,6 +15,7 @@ from quarflow.nn.activations import ACTIVATIONS
 from quarflow.nn.bounds import LIPSCHITZ
 from quarflow.nn.triangular import TriangularNet
 from quarflow.solvers import Banach, Bracketing
+from quarflow.transforms.elementwise import SUPPORTS
 
 FEATURES = (1, 2, 5, 13)
 CONTEXTS = (0, 3)
@@ -55,6 +56,7 @@ TRANSFORMS: dict[str, Callable[[int, int], t.Transform]] = {
     "standardise": lambda d, c: t.Standardise(d),
     "permutation": lambda d, c: t.Permutation(torch.randperm(d)),
     "reverse": lambda d, c: t.Reverse(),
+    "whiten": lambda d, c: t.Whiten(d),
     "lu": lambda d, c: t.LULinear(d),
     "lu, rotation": lambda d, c: t.LULinear(d, rotation=True),
     "quar and coupling": lambda d, c: t.Chain(
@@ -62,6 +64,9 @@ TRANSFORMS: dict[str, Callable[[int, int], t.Transform]] = {
     ),
     "logit of sigmoid": lambda d, c: t.Chain([t.Sigmoid(), t.Logit(1e-6)]),
     "sigmoid": lambda d, c: t.Sigmoid(),
+    "inverse of support": lambda d, c: t.Inverse(t.Support((SUPPORTS * d)[:d])),
+    "supports": lambda d, c: t.Chain([t.Inverse(t.Support(["unit"] * d)), t.Support((["positive", "unit"] * d)[:d])]),
+    "asinh": lambda d, c: t.Asinh([i % 2 == 0 for i in range(d)]),
     "inverse": lambda d, c: t.Inverse(t.LULinear(d)),
     "inverse of residual": lambda d, c: t.Inverse(_residual(d, c)),
     "chain": lambda d, c: t.Chain([t.ActNorm(d, c), _residual(d, c), t.Reverse(), _residual(d, c)]),

@@ -5,8 +5,8 @@ from quarflow.transforms.base import Chain, Inverse, Transform
 from quarflow.transforms.bnaf import BNAF
 from quarflow.transforms.coupling import AdditiveCoupling, AffineCoupling, LearnedPrior, MixtureCoupling
 from quarflow.transforms.dequantisation import Dequantisation
-from quarflow.transforms.elementwise import ActNorm, Affine, Logit, Sigmoid, Standardise
-from quarflow.transforms.mixing import LULinear, Permutation, Reverse
+from quarflow.transforms.elementwise import ActNorm, Affine, Asinh, Logit, Sigmoid, Standardise, Support
+from quarflow.transforms.mixing import LULinear, Permutation, Reverse, Whiten
 from quarflow.transforms.planar import Planar, Radial, Sylvester
 from quarflow.transforms.reshape import MultiScale, Reshape, Squeeze
 from quarflow.transforms.residual import Residual
@@ -17,6 +17,7 @@ __all__ = [
     "AdditiveCoupling",
     "Affine",
     "AffineCoupling",
+    "Asinh",
     "Chain",
     "Dequantisation",
     "Inverse",
@@ -35,6 +36,8 @@ __all__ = [
     "Sigmoid",
     "Squeeze",
     "Standardise",
+    "Support",
     "Sylvester",
     "Transform",
+    "Whiten",
 ]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from quarflow.checks import check_count
+from quarflow.checks import check_choice, check_count
 from quarflow.transforms.base import Transform
 
 
@@ -19,7 +19,7 @@ def _shape(features: int | Sequence[int]) -> tuple[int, ...]:
     return shape
 
 
-def _moments(x: Tensor, shape: tuple[int, ...], name: str) -> tuple[Tensor, Tensor]:
+def moments(x: Tensor, shape: tuple[int, ...], name: str) -> tuple[Tensor, Tensor]:
     """Mean and deviation over the batch; an error where a deviation is zero or there is nothing to measure.
 
     With a ``shape`` of (C, 1, 1) they are those of channels, over all pixels.
@@ -93,7 +93,7 @@ class ActNorm(Affine):
 
     @torch.no_grad()
     def initialise(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        mean, deviation = _moments(x, self.shape, "ActNorm")
+        mean, deviation = moments(x, self.shape, "ActNorm")
         self.log_scale.copy_(-deviation.log())
         self.shift.copy_(-mean / deviation)
         return self.forward(x, context)[0]
@@ -128,7 +128,7 @@ class Standardise(Transform):
 
     @torch.no_grad()
     def initialise(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        mean, deviation = _moments(x, self.shape, "Standardise")
+        mean, deviation = moments(x, self.shape, "Standardise")
         self.mean.copy_(mean)
         self.deviation.copy_(deviation)
         return self.forward(x, context)[0]
@@ -165,6 +165,75 @@ class Logit(Transform):
 
     def extra_repr(self) -> str:
         return f"alpha={self.alpha}"
+
+
+SUPPORTS = ("line", "positive", "negative", "unit")
+
+
+class Support(Transform):
+    """Each coordinate from its support to the line: ``x``, ``log x``, ``-log(-x)`` or ``log(x / (1 - x))``.
+
+    ``supports`` names them: ``"line"``, ``"positive"``, ``"negative"`` (below zero), ``"unit"`` (between 0 and 1).
+
+    >>> Support(["line", "unit"])(torch.tensor([[3.0, 0.5]]))
+    (tensor([[3., 0.]]), tensor([1.3863]))
+    """
+
+    below: Tensor
+    above: Tensor
+
+    def __init__(self, supports: Sequence[str]) -> None:
+        super().__init__()
+        for name in supports:
+            check_choice("supports", name, SUPPORTS)
+        self.supports = tuple(supports)
+        # Which sides have an edge; a coordinate with both lies between 0 and 1.
+        self.register_buffer("below", torch.tensor([s in ("positive", "unit") for s in supports], dtype=torch.bool))
+        self.register_buffer("above", torch.tensor([s in ("negative", "unit") for s in supports], dtype=torch.bool))
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        # A side without an edge is at distance 1, whose logarithm is zero.
+        low = torch.where(self.below, x, 1).log()
+        high = torch.where(self.above, self.below.to(x) - x, 1).log()
+        return torch.where(self.below | self.above, low - high, x), -(low + high).sum(1)
+
+    def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        unit = self.below & self.above
+        # Zero where it is not used: what overflows there would spoil the gradient.
+        one_sided = torch.where(self.below ^ self.above, torch.where(self.below, z, -z), 0)
+        x = torch.where(self.below, one_sided.exp(), -one_sided.exp())
+        x = torch.where(unit, torch.sigmoid(z), torch.where(self.below | self.above, x, z))
+        return x, (one_sided + torch.where(unit, logsigmoid(z) + logsigmoid(-z), 0)).sum(1)
+
+    def extra_repr(self) -> str:
+        return ", ".join(self.supports)
+
+
+class Asinh(Transform):
+    """``z = asinh(x)`` in the coordinates of ``columns``: a straight line at 0, a logarithm in both tails.
+
+    >>> Asinh([True, False])(torch.tensor([[1.0, 1.0]]))
+    (tensor([[0.8814, 1.0000]]), tensor([-0.3466]))
+    """
+
+    columns: Tensor
+
+    def __init__(self, columns: Sequence[bool]) -> None:
+        super().__init__()
+        self.register_buffer("columns", torch.tensor(columns, dtype=torch.bool))
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        bent = torch.where(self.columns, x, 0)
+        # log dz/dx = -log(1 + x^2) / 2 by hypot, which does not overflow.
+        slope = torch.hypot(bent, torch.ones_like(bent)).log()
+        return torch.where(self.columns, torch.asinh(bent), x), -slope.sum(1)
+
+    def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        bent = torch.where(self.columns, z, 0)
+        return torch.where(self.columns, torch.sinh(bent), z), torch.cosh(bent).log().sum(1)
+
+    def extra_repr(self) -> str:
+        return ", ".join(map(str, self.columns.tolist()))
 
 
 class Sigmoid(Logit):

@@ -1,0 +1,339 @@
+"""The density of a table's rows: `TableFlow`, and `fit_table`, which goes from a table to one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import one_hot
+
+from quarflow import models
+from quarflow.checks import check_count, check_tensor
+from quarflow.evaluation import as_data, as_tensor, rows_at_once
+from quarflow.flow import Flow
+from quarflow.solvers import unchecked
+from quarflow.tables import EDGE, Schema, Table, as_table, some
+from quarflow.training import History, fit
+from quarflow.transforms.base import Chain
+from quarflow.transforms.elementwise import Asinh, Support
+from quarflow.transforms.mixing import Whiten
+
+
+class Labels(nn.Module):
+    """``log P(c_1, ..., c_m | context) = sum_j log P(c_j | c_<j, context)``, each a softmax of a small network.
+
+    >>> labels = Labels([2, 3], context=0)
+    >>> c = torch.cartesian_prod(torch.arange(2), torch.arange(3))
+    >>> labels(c, c.new_zeros(6, 0).float()).logsumexp(0).abs() < 1e-6
+    tensor(True)
+    """
+
+    def __init__(self, sizes: Sequence[int], context: int, hidden: int = 32) -> None:
+        super().__init__()
+        self.sizes = tuple(sizes)
+        self.biases = nn.ParameterList([torch.zeros(k) for k in sizes])
+        self.nets = nn.ModuleList()
+        for j, size in enumerate(sizes):
+            known = context + sum(sizes[:j])
+            layers = [nn.Linear(known, hidden), nn.SiLU(), nn.Linear(hidden, size)] if known else []
+            self.nets.append(nn.Sequential(*layers))
+
+    def forward(self, codes: Tensor, context: Tensor) -> Tensor:
+        """(n, m) integers and context (n, features) -> (n,)."""
+        log_p = context.new_zeros(len(codes))
+        known = context
+        for j, size in enumerate(self.sizes):
+            log_p = log_p + self._log_p(j, known).gather(1, codes[:, j : j + 1])[:, 0]
+            known = torch.cat([known, one_hot(codes[:, j], size).to(known)], 1)
+        return log_p
+
+    def sample(self, context: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """One draw for each row of ``context``: (n, m)."""
+        known, codes = context, []
+        for j, size in enumerate(self.sizes):
+            codes.append(torch.multinomial(self._log_p(j, known).exp(), 1, generator=generator)[:, 0])
+            known = torch.cat([known, one_hot(codes[j], size).to(known)], 1)
+        return torch.stack(codes, 1) if codes else context.new_zeros(len(context), 0).long()
+
+    @torch.no_grad()
+    def initialise(self, codes: Tensor) -> None:
+        """Biases from frequencies, with one more row of each category; networks that start at zero."""
+        for j, size in enumerate(self.sizes):
+            counts = torch.bincount(codes[:, j], minlength=size) + 1
+            self.biases[j].copy_((counts / counts.sum()).log())
+            for p in self.nets[j][-1].parameters() if len(self.nets[j]) else ():  # type: ignore[arg-type, index]
+                p.zero_()
+
+    def _log_p(self, j: int, known: Tensor) -> Tensor:
+        logits = self.biases[j].expand(len(known), -1)
+        if len(self.nets[j]):  # type: ignore[arg-type]
+            logits = logits + self.nets[j](known)
+        return logits.log_softmax(1)
+
+
+class TableFlow(Flow):
+    """``log p(row | context) = log P(labels | context) + log p(numbers | labels, context)``, in the table's units.
+
+    Its ``x`` are encoded rows, (n, numbers + labels), from ``schema.encode``; `score` and `draw` take and give tables.
+    Whole numbers get uniform noise in training. Otherwise the density of a row is the mean over ``points`` places in
+    the cell of its steps, the same for every row, a Latin hypercube: an estimate of the mean over the cell, which is
+    the probability of whole numbers, and one that is the same at every call.
+
+    Args:
+        schema: what the columns are.
+        flow: of as many features as the schema has numbers; its context is that of the schema, and all labels one-hot.
+        hidden: units of the networks of the labels.
+        points: places in a cell.
+    """
+
+    widths: Tensor
+    phases: Tensor
+    shifts: Tensor
+    places: Tensor
+
+    def __init__(self, schema: Schema, flow: Flow, hidden: int = 32, points: int = 8) -> None:
+        columns, sizes = schema.numbers, [len(c.values) for c in schema.labels]
+        check_count("hidden", hidden)
+        check_count("points", points)
+        if flow.event_shape != (len(columns),) or flow.context_features != schema.context_features + sum(sizes):
+            raise ValueError(
+                f"flow: expected {len(columns)} features and {schema.context_features + sum(sizes)} of context; got "
+                f"{tuple(flow.event_shape)} and {flow.context_features}."
+            )
+        warp = [Support([c.support for c in columns]), Asinh([c.heavy for c in columns])]
+        # Training starts near the Gaussian of the table: a first fit of few rows does not have to learn its covariance.
+        gaussian = [Whiten(len(columns))] if columns else []
+        super().__init__(Chain([*warp, *gaussian, flow.transform]), flow.base, schema.context_features)
+        self.schema = schema
+        self.labels = Labels(sizes, schema.context_features, hidden)
+        self.log_unit = sum(math.log(c.scale) for c in columns)
+        widths = torch.tensor([c.step / c.scale for c in columns], dtype=torch.float64)
+        # Whole numbers are multiples of their width in v, or lie half a step from an edge.
+        phases = torch.tensor([0.5 * (c.support != "line") for c in columns])
+        if not bool((widths > 0).any()):
+            points = 1
+        generator = torch.Generator().manual_seed(0)
+        places = [(torch.randperm(points, generator=generator) + 0.5) / points - 0.5 for _ in columns]
+        shifts = torch.stack(places, 1) if columns else torch.zeros(points, 0)
+        for name, value in (("widths", widths), ("phases", phases), ("shifts", shifts)):
+            self.register_buffer(name, value.to(torch.get_default_dtype()), persistent=False)
+        self.offsets = [0, *np.cumsum(sizes).tolist()]
+
+    @property
+    def exact(self) -> bool:
+        """Whether ``log_prob`` is exact; not with whole numbers, whose cells take a quadrature."""
+        return self.transform.exact and len(self.shifts) == 1
+
+    @property
+    def event_shape(self) -> torch.Size:
+        """(numbers + labels,)."""
+        return torch.Size((len(self.schema.numbers) + len(self.schema.labels),))
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        numbers, codes, known = self._parts(x, context)
+        log_p = self.labels(codes, known[:, : self.context_features]) - self.log_unit
+        if self.training:
+            return log_p + super().forward(self._noisy(numbers), known if known.shape[1] else None)
+        points = len(self.shifts)
+        cells = (numbers + (self.shifts * self.widths)[:, None]).flatten(0, 1)
+        density = super().forward(cells, known.repeat(points, 1) if known.shape[1] else None)
+        return log_p + density.view(points, len(x)).logsumexp(0) - math.log(points)
+
+    def varying(self, x: Tensor) -> Tensor:
+        """``x`` with other numbers where a column may be constant: in labels and whole numbers."""
+        free = torch.cat([self.widths == 0, self.widths.new_zeros(len(self.schema.labels), dtype=torch.bool)])
+        return torch.where(free, x, torch.arange(len(x)).to(x)[:, None])
+
+    def initialise(self, x: Tensor, context: Tensor | None = None) -> Flow:
+        check_tensor("x", x, tuple(self.event_shape), self.base.anchor)
+        numbers, codes, known = self._parts(x, self._context_rows(context, x.shape[:1]))
+        self.labels.initialise(codes)
+        self.transform.initialise(self._noisy(numbers), known if known.shape[1] else None)
+        return self
+
+    def diagnose(self, x: Tensor, context: Tensor | None = None) -> str:
+        numbers, _, known = self._parts(x, context)
+        return super().diagnose(numbers, known if known.shape[1] else None)
+
+    def _draw(
+        self, n: int, context: Tensor | None, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor]:
+        check_count("n", n)
+        given = self._context_rows(context, (n,))
+        given = self.base.anchor.new_zeros(n, 0) if given is None else given
+        codes = self.labels.sample(given, generator)
+        x = torch.cat([self.base.anchor.new_zeros(n, len(self.schema.numbers)), codes.to(given)], 1)
+        _, _, known = self._parts(x, given)
+        z = self.base.sample(n, generator)
+        with unchecked():
+            v, _ = self.transform.inverse(z, known if known.shape[1] else None)
+        if not bool(torch.isfinite(v).all()):
+            raise FloatingPointError(f"sample gave NaN or inf: {super().diagnose(v, known)}")
+        # Rounding can put a value on the edge itself, where there is no density.
+        unit = torch.tensor([c.support == "unit" for c in self.schema.numbers], dtype=torch.bool, device=v.device)
+        v = torch.where(unit, v.clamp(EDGE, 1 - EDGE), v)
+        steps = torch.where(self.widths > 0, self.widths, 1)
+        v = torch.where(self.widths > 0, (torch.round(v / steps - self.phases) + self.phases) * steps, v)
+        x = torch.cat([v, codes.to(v)], 1)
+        return x, self(x, given)
+
+    def _parts(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Numbers, labels, and the context of the numbers: the context and the labels one-hot."""
+        count = len(self.schema.numbers)
+        numbers, codes = x[:, :count], x[:, count:].long()
+        known = x.new_zeros(len(x), 0) if context is None else context
+        for j, column in enumerate(self.schema.labels):
+            known = torch.cat([known, one_hot(codes[:, j], len(column.values)).to(x)], 1)
+        return numbers, codes, known
+
+    def _noisy(self, numbers: Tensor) -> Tensor:
+        # Never quite the edge of a cell, which may be that of a bound.
+        return numbers + (torch.rand_like(numbers) - 0.5) * (1 - 2 * EDGE) * self.widths
+
+    def score(self, table: object, first_row: int = 0) -> np.ndarray:
+        """``log p`` of each row of a table in nats, float64; minus infinity where the schema allows no such row.
+
+        >>> table = {"size": [1.5, 2.25, 4.0, 2.5], "colour": ["red", "blue", "red", "red"]}
+        >>> flow = models.table(Schema.of(as_table(table)), blocks=1, hidden=(4,)).eval()
+        >>> flow.score(table).shape
+        (4,)
+        """
+        rows = self.schema.encode(as_table(table), first_row)
+        nats = self.score_rows(rows.x, rows.context)
+        nats[~rows.possible] = -math.inf
+        return nats
+
+    def score_rows(self, x: np.ndarray, context: np.ndarray | None = None) -> np.ndarray:
+        """``log p`` of encoded rows, in batches: (n,), float64."""
+        rows, given = as_data(self, x, context)
+        size = max(1, rows_at_once(rows) // len(self.shifts))
+        training = self.training
+        self.eval()
+        try:
+            with torch.no_grad():
+                parts = [
+                    self.log_prob(rows[i : i + size], None if given is None else given[i : i + size])
+                    for i in range(0, len(rows), size)
+                ]
+        finally:
+            self.train(training)
+        return torch.cat(parts).double().cpu().numpy()
+
+    def draw(self, n: int, given: object = None, generator: torch.Generator | None = None) -> Table:
+        """``n`` rows; ``given`` is a table of the context, of one row for all or ``n`` rows.
+
+        >>> table = as_table({"size": [1.5, 2.25, 4.0, 2.5], "year": [1, 1, 2, 2]})
+        >>> flow = models.table(Schema.of(table, context=["year"]), blocks=1, hidden=(4,)).eval()
+        >>> flow.draw(2, given={"year": [1]})["year"]
+        array([1., 1.])
+        """
+        check_count("n", n)
+        table, context = None, None
+        if self.schema.given:
+            if given is None:
+                names = some(c.name for c in self.schema.given)
+                raise ValueError(f"given: expected a table with the columns of the context, {names}; got none.")
+            table = as_table(given)
+            rows = len(next(iter(table.values()), ()))
+            if rows not in (1, n):
+                raise ValueError(f"given: expected 1 row, or {n}, one for each draw; got {rows}.")
+            context = as_tensor("context", self.schema.encode_context(table)).to(self.base.anchor)
+            table = {name: np.repeat(values, n // rows) for name, values in table.items()}
+        x = self.sample(n, context, generator)
+        return self.schema.decode(x.double().cpu().numpy(), table)
+
+
+VALIDATED = 20  # rows from which on some of them are held out for early stopping
+
+
+def defaults(rows: int, columns: int) -> dict[str, Any]:
+    """Options of `models.quar` and of `fit` for a table of so many rows and columns.
+
+    >>> defaults(rows=150, columns=4)
+    {'model': {'blocks': 2, 'hidden': (8, 8)}, 'fit': {'max_steps': 245, 'validation': 0.2, 'patience': 5}}
+    """
+    blocks, width = (2, 8) if rows < 1000 else (4, 16) if rows < 10_000 else (8, 32)
+    width = max(4, min(width, 512 // max(1, columns)))
+    steps = round(min(4000, max(60, 20 * rows**0.5)))
+    small = rows < 1000
+    held_out = 0.0 if rows < VALIDATED else 0.2 if small else 0.1
+    return {
+        "model": {"blocks": blocks, "hidden": (width, width)},
+        "fit": {"max_steps": steps, "validation": held_out, "patience": 5 if small else 20},
+    }
+
+
+def fit_table(
+    table: Table,
+    *,
+    model: str | Callable[..., Flow] | Flow = "quar",
+    model_options: Mapping[str, Any] | None = None,
+    context: Iterable[str] = (),
+    columns: Mapping[str, object] | None = None,
+    bounds: Mapping[str, object] | str | None = None,
+    tails: bool | str = "auto",
+    weights: np.ndarray | None = None,
+    max_steps: int | None = None,
+    max_seconds: float | None = None,
+    seed: int = 0,
+    **fit_options: Any,
+) -> tuple[TableFlow, History]:
+    """A density of the rows of a table; see `quarflow.estimator.FlowDensity` for the options.
+
+    Whole-number weights count as so many rows: the training is then the same to the last bit, in whatever order the
+    rows are given.
+
+    >>> table = as_table({"size": [1.5, 2.25, 4.0, 2.5], "colour": ["red", "blue", "red", "red"]})
+    >>> flow, history = fit_table(table, max_steps=5)
+    >>> flow.score(table).shape
+    (4,)
+    """
+    table, weights = _counted(table, weights)
+    schema = Schema.of(table, columns, context, bounds, tails)
+    rows = schema.encode(table)
+    # An order that does not depend on that of the rows given.
+    keys = [a for a in (rows.x, rows.context, None if weights is None else weights[:, None]) if a is not None]
+    order = np.lexsort(np.concatenate(keys, axis=1).T[::-1])
+    given = None if rows.context is None else rows.context[order]
+    found = defaults(len(order), len(schema.numbers))
+    flow = _fresh(schema, model, {**found["model"]} if model == "quar" else {}, dict(model_options or {}), seed)
+    limits: dict[str, Any] = {"max_steps": max_steps, "max_seconds": max_seconds}
+    if max_steps is None and max_seconds is None:
+        limits = {}
+    options = {**found["fit"], **limits, **fit_options}
+    weights = None if weights is None else weights[order]
+    history = fit(flow, rows.x[order], given, weights=weights, seed=seed, **options)
+    # Scores in float64 do not depend on which rows are scored together.
+    flow.double()
+    return flow, history
+
+
+def _counted(table: Table, weights: np.ndarray | None) -> tuple[Table, np.ndarray | None]:
+    """Rows that count, and their weights; repeated, without weights, where these are whole numbers."""
+    if weights is None:
+        return table, None
+    rows = np.arange(len(weights))
+    if (weights == np.round(weights)).all() and weights.sum() <= max(10 * len(rows), 100_000):
+        rows = rows.repeat(weights.astype(int))
+        return {name: values[rows] for name, values in table.items()}, None
+    rows = rows[weights > 0]
+    return {name: values[rows] for name, values in table.items()}, weights[rows]
+
+
+def _fresh(schema: Schema, model: Any, found: dict[str, Any], options: dict[str, Any], seed: int) -> TableFlow:
+    """The flow of a schema, with weights from ``seed``."""
+    if isinstance(model, str):
+        config = {"model": model, **found, **options}
+    else:
+        pattern = model if isinstance(model, Flow) else model(features=2, context=0, **options)
+        if pattern.config is None:
+            raise ValueError("model: expected a flow of quarflow.models; got one that was put together by hand.")
+        config = {k: v for k, v in pattern.config.to_dict().items() if k not in ("features", "context")}
+    kind = config.pop("model")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return models.table(schema, kind, **config)

@@ -1,0 +1,346 @@
+"""Schemas say what columns are, and densities of mixed tables sum and integrate to one."""
+
+import itertools
+import json
+import math
+import warnings
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from registry import far
+
+import quarflow as qf
+from quarflow.checkpoint import CheckpointError
+from quarflow.table_flow import Labels
+from quarflow.tables import Schema, as_table
+
+RNG = np.random.default_rng(0)
+
+
+def make(table, seed=0, scale=0.3, points=8, **options):
+    """A flow with random weights, far from the identity."""
+    schema = Schema.of(as_table(table), **options)
+    random = far(qf.models.table(schema, blocks=2, hidden=(4, 3), points=points), scale, seed)
+    # `far` moves buffers too: those of the schema have to be as they were.
+    flow = qf.models.table(schema, blocks=2, hidden=(4, 3), points=points).double().eval()
+    flow.load_state_dict(random.state_dict())
+    return flow
+
+
+def mass(flow, grid, cell):
+    """The sum of densities over the rows of a grid, times the volume of a cell."""
+    return float(np.exp(flow.score(grid)).sum() * cell)
+
+
+def product(**axes):
+    """The table of all combinations."""
+    rows = list(itertools.product(*axes.values()))
+    return {name: [row[i] for row in rows] for i, name in enumerate(axes)}
+
+
+def middles(low, high, n=4001):
+    """The middles of ``n`` cells, and their width."""
+    step = (high - low) / n
+    return (low + step * (np.arange(n) + 0.5)).tolist(), step
+
+
+def test_categories_sum_to_one_exactly():
+    table = {"colour": ["red", "blue", "red", "green"], "on": [True, False, True, True]}
+    flow = make(table)
+    grid = product(colour=["blue", "green", "red"], on=[False, True])
+    assert flow.exact
+    assert mass(flow, grid, 1) == pytest.approx(1, abs=1e-12)
+    draws = flow.draw(4000)
+    share = np.mean((draws["colour"] == "red") & draws["on"].astype(bool))
+    p = math.exp(flow.score({"colour": ["red"], "on": [True]})[0])
+    assert share == pytest.approx(p, abs=4 * math.sqrt(p * (1 - p) / 4000))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_category_and_number(seed):
+    table = {"colour": ["red", "blue", "red", "red", "blue"], "size": [10.0, 12.5, 11.0, 19.0, 14.3]}
+    flow = make(table, seed)
+    x, step = middles(-400, 400, 8001)
+    assert mass(flow, product(colour=["red", "blue"], size=x), step) == pytest.approx(1, abs=1e-5)
+
+
+def test_whole_numbers_sum_to_one():
+    table = {"a": RNG.poisson(3, 50), "b": RNG.integers(0, 40, 50)}
+    flow = make(table, points=16)
+    grid = product(a=range(-40, 50), b=range(-200, 240))
+    assert not flow.exact
+    assert mass(flow, grid, 1) == pytest.approx(1, abs=2e-3)
+    # More places in a cell, nearer to one; the score is the same at every call and in any batch.
+    finer = make(table, points=64)
+    finer.load_state_dict(flow.state_dict())
+    assert abs(mass(finer, grid, 1) - 1) < 5e-4
+    some = {"a": [3, 4], "b": [5, 6]}
+    assert flow.score(some)[1] == flow.score({"a": [4], "b": [6]})[0]
+
+
+def test_a_step_is_reported_per_unit():
+    table = {"a": np.round(RNG.normal(5, 1, 60), 1), "c": ["u", "v"] * 30}
+    flow = make(table, kinds={"a": 0.1}, points=16)
+    grid = product(a=(np.arange(-300, 400) / 10).tolist(), c=["u", "v"])
+    assert mass(flow, grid, 0.1) == pytest.approx(1, abs=2e-3)
+    draws = flow.draw(50)
+    assert np.allclose(draws["a"] * 10, np.round(draws["a"] * 10), atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "low", "high"), [((0, 1), 0, 1), ((-2, None), -2, 400), ((None, 3), -400, 3), ((-2, 3), -2, 3)]
+)
+def test_bounded_columns(bounds, low, high):
+    table = {"a": RNG.uniform(0.2, 0.9, 40), "c": ["u", "v"] * 20}
+    flow = make(table, bounds={"a": bounds}, scale=0.2)
+    x, step = middles(low, high, 40_001)
+    assert mass(flow, product(a=x, c=["u", "v"]), step) == pytest.approx(1, abs=2e-3)
+    draws = flow.draw(200)["a"]
+    assert draws.min() >= low
+    assert draws.max() <= high
+    edges = [edge for edge in bounds if edge is not None]
+    assert np.isfinite(flow.score({"a": edges, "c": ["u"] * len(edges)})).all()
+    with pytest.warns(UserWarning, match="'a': values outside .* 1 of 2 rows, first in row 1"):
+        assert flow.score({"a": [0.5, -900 if bounds[0] is not None else 900], "c": ["u", "v"]})[1] == -math.inf
+
+
+@pytest.mark.parametrize("bounds", [(0, 9), (0, None), (None, 9)])
+def test_bounded_whole_numbers(bounds):
+    flow = make({"a": [0, 1, 2, 3, 9, 4, 4, 2, 1, 0], "c": ["u", "v"] * 5}, bounds={"a": bounds}, points=32, scale=0.2)
+    low, high = bounds
+    values = range(-600 if low is None else low, (600 if high is None else high) + 1)
+    assert mass(flow, product(a=values, c=["u", "v"]), 1) == pytest.approx(1, abs=1e-2)
+    draws = flow.draw(300)["a"]
+    assert set(draws) <= set(map(float, values))
+    assert np.isfinite(flow.score({"a": draws, "c": ["u"] * 300})).all()
+
+
+def test_heavy_tails():
+    values = np.concatenate([RNG.normal(0, 1, 60), [400.0, -90.0]])
+    flow = make({"a": values, "c": ["u", "v"] * 31}, scale=0.2)
+    assert flow.schema.numbers[0].heavy
+    x, _ = middles(-9, 9, 20_001)
+    x = np.sinh(x) * 50
+    density = np.exp(flow.score(product(a=x.tolist(), c=["u", "v"]))).reshape(-1, 2).sum(1)
+    assert np.trapezoid(density, x) == pytest.approx(1, abs=1e-4)
+    assert not Schema.of(as_table({"a": values}), tails=False).numbers[0].heavy
+    assert Schema.of(as_table({"a": values[:60]}), tails=True).numbers[0].heavy
+
+
+def test_context_is_given_not_modelled():
+    table = {"year": [2001, 2002, 2003, 2004], "kind": ["u", "v", "v", "u"], "size": [1.5, 2.5, 2.0, 1.0]}
+    flow = make(table, context=["year", "kind"])
+    x, step = middles(-200, 200, 16001)
+    for year, kind in ((2001, "u"), (2003, "v"), (1999, "v")):
+        assert mass(flow, product(year=[year], kind=[kind], size=x), step) == pytest.approx(1, abs=1e-5)
+    draws = flow.draw(3, given={"year": [2002], "kind": ["v"]})
+    assert list(draws) == ["year", "kind", "size"]
+    assert list(draws["kind"]) == ["v"] * 3
+    with pytest.raises(ValueError, match=r"'kind', row 0: expected one of .* got 'w'"):
+        flow.draw(1, given={"year": [2002], "kind": ["w"]})
+    with pytest.raises(ValueError, match="given: expected a table with the columns of the context, 'year', 'kind'"):
+        flow.draw(1)
+    with pytest.raises(ValueError, match="given: expected 1 row, or 3"):
+        flow.draw(3, given={"year": [1, 2], "kind": ["u", "u"]})
+
+
+def test_units_of_a_linear_flow_are_those_of_the_table():
+    # An exact answer: one block that is the identity, standardised by the table's own moments, is a Gaussian.
+    x = np.array([1e6 + v for v in (0.0, 3.0, 1.0, 7.5, 2.25)])
+    flow = qf.models.table(Schema.of(as_table({"a": x})), model="maf", blocks=1, hidden=(4,), actnorm=False).double()
+    flow.initialise(torch.as_tensor(flow.schema.encode(as_table({"a": x})).x))
+    with torch.no_grad():
+        for p in flow.parameters():
+            p.zero_()
+    mean, deviation = x.mean(), x.std(ddof=1)
+    normal = -0.5 * ((x - mean) / deviation) ** 2 - 0.5 * math.log(2 * math.pi) - math.log(deviation)
+    assert flow.eval().score({"a": x}) == pytest.approx(normal, abs=1e-9)
+
+
+def test_constants_and_duplicates_are_dropped():
+    table = {"one": [1.0] * 4, "a": [1.5, 2.0, 4.0, 3.5], "same": [1.5, 2.0, 4.0, 3.5], "text": ["x"] * 4}
+    with pytest.warns(UserWarning, match="dropped") as said:
+        flow = make(table)
+    assert {"constant (1.0,), dropped", "a duplicate of 'a', dropped", "constant ('x',), dropped"} == {
+        str(w.message).split(": ")[1] for w in said
+    }
+    alone = make({"a": table["a"]})
+    alone.load_state_dict(flow.state_dict())
+    assert (flow.score(table) == alone.score({"a": table["a"]})).all()
+    draws = flow.draw(3)
+    assert list(draws) == list(table)
+    assert (draws["same"] == draws["a"]).all()
+    with pytest.warns(UserWarning, match="'one': values that differ .* They do not count"):
+        flow.score(table | {"one": [1.0, 1.0, 2.0, 1.0]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ValueError, match="expected a column that varies"):
+            Schema.of(as_table({"one": [1.0] * 4}))
+
+
+def test_what_columns_are_found_to_be():
+    frame = pd.DataFrame(
+        {
+            "int": pd.array([1, 2, 3, 4], dtype="Int64"),
+            "whole": [1.0, 2.0, 9.0, 4.0],
+            "text": pd.array(["a", "b", "a", "b"], dtype="string"),
+            "cat": pd.Categorical(["a", "b", "b", "c"]),
+            "flag": [True, True, False, True],
+            "size": np.array([1.5, 2.5, 1.0, 0.5], dtype="float32"),
+            "share": [0.5, 0.25, 0.125, 1.0],
+        }
+    )
+    schema = Schema.of(as_table(frame), bounds="found")
+    assert str(schema).splitlines() == [
+        "int: whole numbers from 0",
+        "whole: whole numbers from 0",
+        "text: 2 categories",
+        "cat: 3 categories",
+        "flag: 2 categories",
+        "size: numbers from 0",
+        "share: numbers from 0 to 1",
+    ]
+    same = Schema.from_json(schema.to_json())
+    assert same == schema
+    again = same.decode(schema.encode(as_table(frame)).x)
+    for name, values in as_table(frame).items():
+        if values.dtype.kind == "f":
+            assert np.allclose(again[name], values, atol=1e-5), name
+        else:
+            assert list(again[name]) == list(values), name
+
+
+def test_large_offsets_keep_their_digits():
+    # Seconds since 1970, an hour of them: float32 would know them to two minutes.
+    seconds = 1.7e9 + 3600 * RNG.random(400)
+    flow = qf.models.table(Schema.of(as_table({"t": seconds})), blocks=1, hidden=(4,))
+    qf.fit(flow, flow.schema.encode(as_table({"t": seconds})).x, max_steps=30)
+    assert flow.score({"t": seconds}).mean() == pytest.approx(-math.log(3600), abs=0.5)
+
+
+def test_a_rare_category_does_not_stop_the_training():
+    table = as_table({"flag": [True] + [False] * 99, "a": RNG.normal(size=100), "n": [1] + [0] * 99})
+    flow = qf.models.table(Schema.of(table), blocks=1, hidden=(4,))
+    for seed in range(3):
+        qf.fit(flow, flow.schema.encode(table).x, max_steps=5, seed=seed)
+    assert np.isfinite(flow.score(table)).all()
+
+
+def test_learns_what_depends_on_what():
+    # P(colour) = (0.3, 0.7); size | colour = N(0, 1) or N(5, 1); count | colour = Poisson(1) or Poisson(6).
+    n = 2000
+    red = RNG.random(n) < 0.3
+    table = as_table(
+        {
+            "colour": np.where(red, "red", "blue").astype(object),
+            "size": np.where(red, RNG.normal(0, 1, n), RNG.normal(5, 1, n)),
+            "count": np.where(red, RNG.poisson(1, n), RNG.poisson(6, n)),
+        }
+    )
+    rate = np.where(red, 1, 6)
+    truth = (
+        np.log(np.where(red, 0.3, 0.7))
+        - 0.5 * (table["size"] - np.where(red, 0, 5)) ** 2
+        - 0.5 * math.log(2 * math.pi)
+        + table["count"] * np.log(rate)
+        - rate
+        - np.array([math.lgamma(k + 1) for k in table["count"]])
+    )
+    flow = qf.models.table(Schema.of(table, bounds={"count": (0, None)}), blocks=3, hidden=(8, 8), points=2)
+    torch.manual_seed(0)
+    qf.fit(flow, flow.schema.encode(table).x, max_steps=300)
+    assert flow.score(table).mean() == pytest.approx(truth.mean(), abs=0.12)
+    draws = flow.draw(2000)
+    reds = draws["colour"] == "red"
+    assert reds.mean() == pytest.approx(0.3, abs=0.05)
+    assert draws["count"][reds].mean() == pytest.approx(1, abs=0.3)
+    assert draws["size"][~reds].mean() == pytest.approx(5, abs=0.3)
+
+
+def test_a_saved_flow_knows_its_schema(tmp_path):
+    table = {"colour": ["red", "blue", "red", "green"], "size": [1.5, 2.5, 3.0, 4.0], "n": [1, 5, 2, 94110]}
+    flow = make(table, bounds={"n": (0, None)})
+    qf.save(flow, tmp_path / "m.qf")
+    same = qf.load(tmp_path / "m.qf")
+    assert same.schema == flow.schema
+    assert (same.score(table) == flow.score(table)).all()
+    with pytest.raises(ValueError, match="expected the columns 'size' too"):
+        same.score({"colour": ["red"], "n": [1]})
+    with pytest.warns(UserWarning, match="'colour': categories that were not in the training table in 1 of 1 rows"):
+        assert same.score({"colour": ["mauve"], "size": [1.5], "n": [1]})[0] == -math.inf
+
+
+def test_a_damaged_schema_is_refused(tmp_path):
+    flow = make({"a": [1.5, 2.5, 3.0]})
+    good = flow.schema.to_json()
+    columns = json.loads(good)
+    bad = ["[", "{}", "[1]", json.dumps(columns * 2), json.dumps([columns[0] | {"scale": 0.0}])]
+    bad += [json.dumps([columns[0] | {"kind": "text"}]), json.dumps([columns[0] | {"source": "b"}])]
+    bad += [json.dumps([{k: v for k, v in columns[0].items() if k != "name"}])]
+    for text in bad:
+        object.__setattr__(flow.config, "schema", text)
+        with pytest.raises(ValueError, match=r"schema|column|support|kind|scale"):
+            flow.config.build()
+    qf.save(make({"a": [1.5, 2.5, 3.0]}), tmp_path / "m.qf")
+    data = (tmp_path / "m.qf").read_bytes()
+    (tmp_path / "m.qf").write_bytes(data.replace(b"line", b"lime"))
+    with pytest.raises(CheckpointError, match="support"):
+        qf.load(tmp_path / "m.qf")
+
+
+def test_labels_are_given_their_context():
+    labels = far(Labels([2, 3], context=1, hidden=4))
+    codes = torch.cartesian_prod(torch.arange(2), torch.arange(3))
+    for c in (-1.0, 2.0):
+        assert labels(codes, torch.full((6, 1), c).double()).logsumexp(0).item() == pytest.approx(0, abs=1e-12)
+    assert labels.sample(torch.zeros(5, 1).double()).shape == (5, 2)
+
+
+@pytest.mark.parametrize(
+    ("table", "options", "error", "message"),
+    [
+        ({"a": [1.5, None, 2.0], "b": [1.0, 2.0, math.inf]}, {}, ValueError, r"'a' \(1 of 3 rows.* row 1.*'b' \(1 of"),
+        ({"c": ["u", None, "v"]}, {}, ValueError, r"missing values \(NaN\).*'c'"),
+        ({"a": [1.5]}, {}, ValueError, "got 1 sample"),
+        ({"a": [1.5, 2.0], "b": [1.0]}, {}, ValueError, "columns of one length"),
+        ({"a": [1.5, "two"]}, {}, ValueError, "either text or numbers; got both, such as 'two' in row 1"),
+        ({"a": [1.5, {}]}, {}, TypeError, "argument must be a string or a number; got dict"),
+        ({"a": [[1, 2], [3, 4]]}, {}, TypeError, "got list"),
+        ({"a": np.array(["2020-01-01", "2020-01-02"], dtype="datetime64[D]")}, {}, ValueError, "datetime64"),
+        ({"id": [f"k{i}" for i in range(30)]}, {}, ValueError, "30 different values in 30 rows.*'drop'"),
+        ({"a": [1.5, 2.5]}, {"kinds": {"a": "integer"}}, ValueError, "row 0: expected whole numbers; got .*1.5"),
+        ({"a": [1.5, 2.5]}, {"kinds": {"a": "real"}}, ValueError, "one of 'number'"),
+        ({"a": [1.5, 2.5]}, {"kinds": {"b": "number"}}, ValueError, "columns: expected columns of the table, 'a'"),
+        ({"a": ["u", "v"]}, {"kinds": {"a": "number"}}, ValueError, "declared 'number'; got no numbers"),
+        ({"a": [1.5, 2.5]}, {"bounds": {"a": (2, 1)}}, ValueError, "low < high"),
+        ({"a": [1.5, 2.5]}, {"bounds": {"a": 3}}, ValueError, r"expected \(low, high\)"),
+        ({"a": [1.5, 2.5]}, {"bounds": {"a": (2, 3)}}, ValueError, "within 2 to 3; got 1.5 in row 0"),
+        ({"a": [1, 2]}, {"bounds": {"a": (0.5, None)}}, ValueError, "multiple of 1"),
+        ({"a": ["u", "v"]}, {"bounds": {"a": (0, 1)}}, ValueError, "holds categories"),
+        ({"a": [1.5, 2.5]}, {"bounds": "all"}, ValueError, "or 'found'; got 'all'"),
+        ({"a": [1.5, 2.5]}, {"tails": "heavy"}, ValueError, "tails: expected one of"),
+        ({"a": [1.5, 2.5]}, {"context": ["a"]}, ValueError, "expected a column that varies, and is not given"),
+        ({"a": [1.5, 2.5], "b": [1.5, 3.5]}, {"context": ["a"], "kinds": {"a": "drop"}}, ValueError, "not dropped"),
+    ],
+)
+def test_errors_of_a_schema(table, options, error, message):
+    with pytest.raises(error, match=message):
+        Schema.of(as_table(table), **options)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"n": [1.5], "c": ["u"]}, "'n', row 7: expected whole numbers; got .*1.5"),
+        ({"n": ["1"], "c": ["u"]}, "'n', row 7: expected numbers, as in training; got '1'"),
+        ({"n": [1], "c": [1]}, "'c', row 7: expected text, as in training"),
+        ({"n": [math.nan], "c": ["u"]}, r"'n' \(1 of 1 rows, first in row 7\)"),
+        ({"n": [], "c": []}, "at least one row"),
+    ],
+)
+def test_errors_of_rows(row, message):
+    flow = make({"n": [1, 2, 5], "c": ["u", "v", "v"]})
+    with pytest.raises(ValueError, match=message):
+        flow.score(row, first_row=7)
