@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 INTERRUPTED = 130
+WARNINGS = 5  # that are shown in full
 
 app = typer.Typer(
     name="quarflow",
@@ -302,24 +303,164 @@ def evaluate(
 @app.command()
 def sample(
     model: Model,
-    out: Annotated[Path, typer.Option("--out", "-o", dir_okay=False, help="The PNG file to write.")] = Path(
-        "samples.png"
-    ),
-    n: Annotated[int, typer.Option("-n", min=1, help="How many images.")] = 64,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            dir_okay=False,
+            help="The file to write: PNG; of a table, CSV (also .csv.gz) or Parquet.",
+            show_default="samples.png, or standard output for a table",
+        ),
+    ] = None,
+    n: Annotated[int, typer.Option("-n", min=1, help="How many images or rows.")] = 64,
+    given: Annotated[
+        list[str] | None,
+        typer.Option("--given", metavar="COLUMN=VALUE", help="What is given, of a table; once for each column."),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,
     device: Annotated[Device, typer.Option(help="Where to sample.")] = Device.cpu,
 ) -> None:
-    """Draw images from a model, as one grid."""
-    from quarflow import runs
+    """Draw images from a model, as one grid, or rows from a model of a table."""
+    from quarflow import runs, table_runs
     from quarflow.checkpoint import load
+    from quarflow.table_flow import TableFlow
 
     with _errors():
         _check_device(device)
         flow = load(model).to(device.value)
+        if isinstance(flow, TableFlow):
+            table_runs.sample(flow, "-" if out is None else str(out), n, _pairs("given", given), seed)
+            return
         if len(flow.event_shape) != 3:
-            raise ValueError(f"model: expected a model of images; {model} is of vectors of {flow.event_shape.numel()}.")
+            raise ValueError(
+                f"model: expected a model of images or of a table; {model} is of vectors of {flow.event_shape.numel()}."
+            )
+        if given:
+            raise ValueError("given: expected a model of a table; got one of images. Leave it out.")
+        out = out or Path("samples.png")
         runs.save_samples(flow, out, n, seed)
     typer.echo(out)
+
+
+Data = Annotated[
+    str,
+    typer.Argument(
+        metavar="DATA",
+        help="A CSV file (also .csv.gz), a Parquet file, or - for CSV from standard input.",
+        show_default=False,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Numbers as JSON.")]
+
+
+@app.command("fit")
+def fit_command(
+    data: Data,
+    out: Annotated[Path, typer.Option("--out", "-o", dir_okay=False, help="The model to write.")],
+    context: Annotated[str, typer.Option(metavar="COLUMN,...", help="Columns that are given, not modelled.")] = "",
+    column: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="COLUMN=KIND",
+            help="What a column is: number, integer, category, drop, or the step of its values; may be repeated.",
+        ),
+    ] = None,
+    bounds: Annotated[
+        list[str] | None,
+        typer.Option(metavar="COLUMN=LOW:HIGH", help="Of a column; either side may be left out; may be repeated."),
+    ] = None,
+    model: Annotated[str, typer.Option(help="The flow of the numbers, by its name in quarflow.models.")] = "quar",
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="An option of the model, such as blocks=4; may be repeated."),
+    ] = None,
+    max_steps: Annotated[
+        int | None, typer.Option(min=1, help="Of the training.", show_default="by the rows")
+    ] = None,
+    max_seconds: Annotated[float | None, typer.Option(help="Of the training.", show_default="no limit")] = None,
+    rows: Annotated[int, typer.Option(min=2, help="Rows to learn from: drawn at random if there are more.")] = 10**6,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draws, the weights and the training.")] = 0,
+    json_: Json = False,
+) -> None:
+    """Learn the density of a table: a model for `score` and `sample`.
+
+    What each column was found to be is printed, and stored with the model.
+    """
+    import json
+
+    from quarflow import table_runs
+
+    with _errors(), _plain_warnings(), _terminable():
+        try:
+            found = table_runs.fit(
+                data,
+                out,
+                rows=rows,
+                context=_names(context),
+                columns=_pairs("column", column),
+                bounds=_pairs("bounds", bounds),
+                model=model,
+                model_options=_pairs("set", set_),
+                max_steps=max_steps,
+                max_seconds=max_seconds,
+                seed=seed,
+            )
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+    if json_:
+        typer.echo(json.dumps(found))
+        raise typer.Exit(INTERRUPTED if found["stopped"] == "interrupted" else 0)
+    for name, words in found["columns"].items():
+        typer.echo(f"{name}: {words}")
+    nats = "" if found["validation_nats"] is None else f", {found['validation_nats']:.3f} nats on rows held out"
+    typer.echo(f"{found['rows']} of {found['rows_in_file']} rows, {found['steps']} steps{nats}\n{out}")
+    if found["stopped"] == "interrupted":
+        typer.echo("Interrupted: the model has the best weights so far.", err=True)
+        raise typer.Exit(INTERRUPTED)
+
+
+@app.command()
+def score(
+    model: Model,
+    data: Data,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", dir_okay=False, help="CSV (also .csv.gz) or Parquet.", show_default="standard output"
+        ),
+    ] = None,
+    json_: Annotated[
+        bool, typer.Option("--json", help="The summary as JSON; without OUT nothing but the summary.")
+    ] = False,
+) -> None:
+    """The log-density of each row of a table in nats, one line for each, and a summary.
+
+    The file is read in parts, which are scored on all cores: memory does not grow with it.
+    """
+    import json
+
+    from quarflow import table_runs
+    from quarflow.checkpoint import load
+    from quarflow.table_flow import TableFlow
+
+    with _errors(), _plain_warnings(), _terminable():
+        try:
+            flow = load(model)
+            if not isinstance(flow, TableFlow):
+                raise ValueError(f"model: expected a model of a table; {model} is another. Make one with quarflow fit.")
+            found = table_runs.score(flow, data, None if json_ and out is None else str(out or "-"))
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+    if json_:
+        typer.echo(json.dumps(found))
+        return
+    said = f"{found['rows']} rows: "
+    if found["impossible"]:
+        said += f"{found['impossible']} of them impossible, so their mean is -inf"
+    else:
+        said += f"{found['nats']:.4f} ± {found['standard_error']:.4f} nats"
+    typer.echo(said, err=out is None)
 
 
 def _with_data(file: dict[str, Any], folder: Path | None, download: bool) -> dict[str, Any]:
@@ -333,6 +474,38 @@ def _check_device(device: Device) -> None:
 
     if device is Device.cuda and not torch.cuda.is_available():
         raise ValueError("device: expected a device of this machine; got 'cuda', and torch sees none. Use cpu.")
+
+
+def _pairs(name: str, texts: list[str] | None) -> dict[str, str]:
+    """``KEY=VALUE`` texts; the key may hold an equals sign of its own."""
+    found = {}
+    for text in texts or []:
+        key, equals, value = text.rpartition("=")
+        if not (key and equals and value):
+            raise ValueError(f"{name}: expected NAME=VALUE; got {text!r}.")
+        found[key] = value
+    return found
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Warnings as lines of text, the first few of them."""
+    import warnings
+
+    shown = 0
+
+    def show(message: Warning | str, *rest: Any, **more: Any) -> None:
+        nonlocal shown
+        shown += 1
+        if shown <= WARNINGS:
+            typer.echo(f"warning: {message}", err=True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = show
+        yield
+    if shown > WARNINGS:
+        typer.echo(f"warning: and {shown - WARNINGS} more", err=True)
 
 
 @contextmanager

@@ -118,11 +118,12 @@ class FlowDensity(OutlierMixin, BaseEstimator):
         )
         self.schema_ = self.flow_.schema
         scores = self.flow_.score(table)
-        # The lowest score that has more than this part of the weight at or below it: less than this part is below.
+        # Half way between the last row with no more than this part of the weight at or below it, and the next: not a
+        # score itself, which another batch may round to the other side.
         order = np.argsort(scores)
         below = np.cumsum(np.ones(len(scores)) if weights is None else weights[order])
         place = np.searchsorted(below, self.contamination * below[-1] * (1 + 1e-9), side="right")
-        self.offset_ = float(scores[order[place]])
+        self.offset_ = float(scores[order[[max(place - 1, 0), place]]].mean())
         return self
 
     def score_samples(self, X: Any) -> np.ndarray:

@@ -94,13 +94,13 @@ class Run:
                 raise ValueError(f"configuration: expected sections {', '.join(SECTIONS)}; got {section!r}.")
             merged[section] |= options
         for text in settings or []:
-            name, equals, value = text.partition("=")
+            name, equals, given = text.partition("=")
             section, dot, key = name.strip().partition(".")
             if not (equals and dot and key) or section not in SECTIONS:
                 raise ValueError(
                     f"setting: expected SECTION.KEY=VALUE with a section of {', '.join(SECTIONS)}; got {text!r}."
                 )
-            merged[section][key] = _value(value.strip())
+            merged[section][key] = value(given.strip())
         sizes = SIZES.get(str(merged["model"].get("name")))
         merged["model"] = (preset["model"] if sizes is None else sizes.get(source, {})) | merged["model"]
         allowed = {
@@ -142,7 +142,7 @@ class Run:
         return "\n".join(lines) + "\n"
 
 
-def _value(text: str) -> Any:
+def value(text: str) -> Any:
     """A value as TOML reads it; ``none``; anything else is text."""
     if text.lower() == "none":
         return None
