@@ -13,7 +13,7 @@ import torch
 from quarflow.checkpoint import load, save
 from quarflow.checks import check_count
 from quarflow.flow import Flow
-from quarflow.table_flow import fit_table
+from quarflow.table_flow import counted, fit_table
 from quarflow.tables import Table, as_table
 
 try:
@@ -100,12 +100,14 @@ class FlowDensity(OutlierMixin, BaseEstimator):
             weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
             if not weights.any():
                 raise ValueError("sample_weight: expected a weight above zero; got all sample weights zero.")
+        table, weights = counted(table, weights)
         names = list(table)
+        context = [self.context] if isinstance(self.context, str | int) else self.context or ()
         self.flow_, self.history_ = fit_table(
             table,
             model=self.model,
             model_options=self.model_options,
-            context=self._named(dict.fromkeys(self.context or ()), names, "context"),
+            context=self._named(dict.fromkeys(context), names, "context"),
             columns=self._named(self.columns, names, "columns"),
             bounds=self.bounds if isinstance(self.bounds, str) else self._named(self.bounds, names, "bounds"),
             tails=self.tails,

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import one_hot
 
 from quarflow import models
 from quarflow.checks import check_count, check_tensor
@@ -48,7 +47,7 @@ class Labels(nn.Module):
         known = context
         for j, size in enumerate(self.sizes):
             log_p = log_p + self._log_p(j, known).gather(1, codes[:, j : j + 1])[:, 0]
-            known = torch.cat([known, one_hot(codes[:, j], size).to(known)], 1)
+            known = torch.cat([known, _one_hot(codes[:, j], size, known)], 1)
         return log_p
 
     def sample(self, context: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -56,7 +55,7 @@ class Labels(nn.Module):
         known, codes = context, []
         for j, size in enumerate(self.sizes):
             codes.append(torch.multinomial(self._log_p(j, known).exp(), 1, generator=generator)[:, 0])
-            known = torch.cat([known, one_hot(codes[j], size).to(known)], 1)
+            known = torch.cat([known, _one_hot(codes[j], size, known)], 1)
         return torch.stack(codes, 1) if codes else context.new_zeros(len(context), 0).long()
 
     @torch.no_grad()
@@ -73,6 +72,11 @@ class Labels(nn.Module):
         if len(self.nets[j]):  # type: ignore[arg-type]
             logits = logits + self.nets[j](known)
         return logits.log_softmax(1)
+
+
+def _one_hot(codes: Tensor, size: int, like: Tensor) -> Tensor:
+    # Unlike torch's, without a look at the values, for which a device would have to be waited for.
+    return (codes[:, None] == torch.arange(size, device=codes.device)).to(like)
 
 
 class TableFlow(Flow):
@@ -187,7 +191,7 @@ class TableFlow(Flow):
         numbers, codes = x[:, :count], x[:, count:].long()
         known = x.new_zeros(len(x), 0) if context is None else context
         for j, column in enumerate(self.schema.labels):
-            known = torch.cat([known, one_hot(codes[:, j], len(column.values)).to(x)], 1)
+            known = torch.cat([known, _one_hot(codes[:, j], len(column.values), x)], 1)
         return numbers, codes, known
 
     def _noisy(self, numbers: Tensor) -> Tensor:
@@ -268,7 +272,7 @@ def defaults(rows: int, columns: int) -> dict[str, Any]:
 
 
 def fit_table(
-    table: Table,
+    table: object,
     *,
     model: str | Callable[..., Flow] | Flow = "quar",
     model_options: Mapping[str, Any] | None = None,
@@ -287,20 +291,20 @@ def fit_table(
     Whole-number weights count as so many rows: the training is then the same to the last bit, in whatever order the
     rows are given.
 
-    >>> table = as_table({"size": [1.5, 2.25, 4.0, 2.5], "colour": ["red", "blue", "red", "red"]})
+    >>> table = {"size": [1.5, 2.25, 4.0, 2.5], "colour": ["red", "blue", "red", "red"]}
     >>> flow, history = fit_table(table, max_steps=5)
     >>> flow.score(table).shape
     (4,)
     """
-    table, weights = _counted(table, weights)
-    schema = Schema.of(table, columns, context, bounds, tails)
-    rows = schema.encode(table)
+    known, weights = counted(as_table(table), weights)
+    schema = Schema.of(known, columns, context, bounds, tails)
+    rows = schema.encode(known)
     # An order that does not depend on that of the rows given.
     keys = [a for a in (rows.x, rows.context, None if weights is None else weights[:, None]) if a is not None]
     order = np.lexsort(np.concatenate(keys, axis=1).T[::-1])
     given = None if rows.context is None else rows.context[order]
     found = defaults(len(order), len(schema.numbers))
-    flow = _fresh(schema, model, {**found["model"]} if model == "quar" else {}, dict(model_options or {}), seed)
+    flow = _fresh(schema, model, found["model"] if model == "quar" else {}, dict(model_options or {}), seed)
     limits: dict[str, Any] = {"max_steps": max_steps, "max_seconds": max_seconds}
     if max_steps is None and max_seconds is None:
         limits = {}
@@ -312,8 +316,12 @@ def fit_table(
     return flow, history
 
 
-def _counted(table: Table, weights: np.ndarray | None) -> tuple[Table, np.ndarray | None]:
-    """Rows that count, and their weights; repeated, without weights, where these are whole numbers."""
+def counted(table: Table, weights: np.ndarray | None) -> tuple[Table, np.ndarray | None]:
+    """Rows that count, and their weights; repeated, without weights, where these are whole numbers.
+
+    >>> counted({"a": np.array([1.5, 2.5, 3.5])}, np.array([2, 0, 1]))
+    ({'a': array([1.5, 1.5, 3.5])}, None)
+    """
     if weights is None:
         return table, None
     rows = np.arange(len(weights))

@@ -216,7 +216,7 @@ class Schema:
             tails: whether columns get the ``asinh`` of heavy tails; ``"auto"``: where a value is more than 10 robust
                 deviations from the median.
         """
-        kinds, context = dict(kinds or {}), list(context)
+        kinds, context = dict(kinds or {}), [context] if isinstance(context, str) else list(context)
         declared = dict.fromkeys(table, "found") if bounds == "found" else bounds or {}
         if not isinstance(declared, Mapping):
             raise ValueError(f"bounds: expected a mapping from columns to (low, high), or 'found'; got {bounds!r}.")
@@ -431,6 +431,8 @@ def _column(name: str, values: np.ndarray, kind: object, given: bool, bounds: ob
     if not step:
         whole = bool(np.all(distinct == np.round(distinct)))
         step = float(kind == "integer" or (kind is None and whole))
+    if given:
+        step = 0.0  # what is given needs no density
     low, high = (-math.inf, math.inf) if given else _bounds(name, bounds, values)
     middle, spread = _spread(values)
     middle = float(np.round(middle / step) * step) if step else middle

@@ -13,7 +13,7 @@ from registry import far
 
 import quarflow as qf
 from quarflow.checkpoint import CheckpointError
-from quarflow.table_flow import Labels
+from quarflow.table_flow import Labels, fit_table
 from quarflow.tables import Schema, as_table
 
 RNG = np.random.default_rng(0)
@@ -226,6 +226,34 @@ def test_a_rare_category_does_not_stop_the_training():
     for seed in range(3):
         qf.fit(flow, flow.schema.encode(table).x, max_steps=5, seed=seed)
     assert np.isfinite(flow.score(table)).all()
+
+
+@pytest.mark.parametrize(
+    "table", [{"c": ["u", "v", "v"] * 20, "d": [True, False] * 30}, {"n": [1, 2, 2, 5] * 15}], ids=["labels", "whole"]
+)
+def test_tables_of_one_kind(table):
+    flow, _ = fit_table(table, max_steps=30)
+    if "c" in table:
+        entropy = math.log(3) - 2 / 3 * math.log(2) + math.log(2)
+        assert flow.score(table).mean() == pytest.approx(-entropy, abs=0.02)
+    assert -3 < flow.score(table).mean() < 0
+    assert list(flow.draw(5)) == list(table)
+
+
+def test_columns_that_determine_each_other_have_a_finite_density():
+    celsius = RNG.normal(15, 8, 300)
+    table = {"celsius": celsius, "fahrenheit": 1.8 * celsius + 32}
+    flow, _ = fit_table(table, max_steps=20)
+    assert np.isfinite(flow.score(table)).all()
+    draws = flow.draw(100)
+    assert np.abs(1.8 * draws["celsius"] + 32 - draws["fahrenheit"]).max() < 1
+
+
+def test_given_numbers_need_not_be_whole():
+    table = {"year": [2001, 2002, 2003, 2004] * 5, "size": RNG.normal(size=20)}
+    flow, _ = fit_table(table, context="year", max_steps=5, model_options={"blocks": 1, "hidden": (4,)})
+    between = flow.score({"year": [2001.0, 2001.5, 2002.0], "size": [0.1, 0.1, 0.1]})
+    assert len(set(between)) == 3
 
 
 def test_learns_what_depends_on_what():

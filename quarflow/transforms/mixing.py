@@ -126,7 +126,7 @@ class Whiten(Transform):
     """``z = A (x - mean)``, ``A`` lower triangular, from the data seen by `initialise`: then ``cov z`` is about one.
 
     ``A^T A`` is the inverse of their covariance, its correlations drawn towards zero by ``(D / (n + D))^2``
-    against those that chance makes in few rows.
+    against those that chance makes in few rows, and by 1e-6 or more, so that there is an inverse.
 
     >>> t = Whiten(2)
     >>> x = torch.randn(1000, 2) @ torch.tensor([[1.0, 2.0], [0.0, 0.5]])
@@ -161,7 +161,7 @@ class Whiten(Transform):
         mean, deviation = moments(x, self.mean.shape, "Whiten")
         n, d = x.shape
         u = ((x - mean) / deviation).double()
-        correlation = u.mT @ u / (n - 1) * (1 - (d / (n + d)) ** 2)
+        correlation = u.mT @ u / (n - 1) * (1 - max((d / (n + d)) ** 2, 1e-6))
         factor = torch.linalg.cholesky(correlation.fill_diagonal_(1))
         a = torch.linalg.solve_triangular(factor, torch.eye(d).to(factor), upper=False) / deviation.double()
         scale = a.diagonal()
