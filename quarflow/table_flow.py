@@ -14,6 +14,7 @@ from quarflow import models
 from quarflow.checks import check_count, check_tensor
 from quarflow.evaluation import as_data, as_tensor, rows_at_once
 from quarflow.flow import Flow
+from quarflow.logdet import drawing
 from quarflow.solvers import unchecked
 from quarflow.tables import EDGE, Schema, Table, as_table, some
 from quarflow.training import History, fit
@@ -173,7 +174,7 @@ class TableFlow(Flow):
         x = torch.cat([self.base.anchor.new_zeros(n, len(self.schema.numbers)), codes.to(given)], 1)
         _, _, known = self._parts(x, given)
         z = self.base.sample(n, generator)
-        with unchecked():
+        with unchecked(), drawing(self, generator):
             v, _ = self.transform.inverse(z, known if known.shape[1] else None)
         if not bool(torch.isfinite(v).all()):
             raise FloatingPointError(f"sample gave NaN or inf: {super().diagnose(v, known)}")
@@ -183,7 +184,8 @@ class TableFlow(Flow):
         steps = torch.where(self.widths > 0, self.widths, 1)
         v = torch.where(self.widths > 0, (torch.round(v / steps - self.phases) + self.phases) * steps, v)
         x = torch.cat([v, codes.to(v)], 1)
-        return x, self(x, given)
+        with drawing(self, generator):
+            return x, self(x, given)
 
     def _parts(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Numbers, labels, and the context of the numbers: the context and the labels one-hot."""
@@ -212,15 +214,16 @@ class TableFlow(Flow):
         return nats
 
     def score_rows(self, x: np.ndarray, context: np.ndarray | None = None) -> np.ndarray:
-        """``log p`` of encoded rows, in batches: (n,), float64."""
+        """``log p`` of encoded rows, in batches: (n,), float64. Estimates (models.residual) draw the same each time."""
         rows, given = as_data(self, x, context)
         size = max(1, rows_at_once(rows) // len(self.shifts))
         training = self.training
         self.eval()
         try:
             with torch.no_grad():
+                noise = None if self.transform.exact else torch.Generator(rows.device).manual_seed(0)
                 parts = [
-                    self.log_prob(rows[i : i + size], None if given is None else given[i : i + size])
+                    self.log_prob(rows[i : i + size], None if given is None else given[i : i + size], noise)
                     for i in range(0, len(rows), size)
                 ]
         finally:

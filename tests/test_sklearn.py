@@ -153,6 +153,13 @@ def test_any_model(model):
     clone(fitted).fit(X)
 
 
+def test_estimates_are_the_same_at_every_call():
+    model = FlowDensity("residual", max_steps=3, model_options={"blocks": 1, "hidden": (8,)}, random_state=0).fit(X)
+    assert not model.flow_.exact
+    assert (model.score_samples(X) == model.score_samples(X)).all()
+    assert (model.sample(4) == model.sample(4)).all()
+
+
 def test_in_pipelines_and_searches():
     pipeline = make_pipeline(StandardScaler(), FlowDensity(**QUICK))
     assert np.isfinite(cross_val_score(pipeline, X, cv=2)).all()

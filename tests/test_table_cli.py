@@ -104,6 +104,32 @@ def test_kinds_of_files(tmp_path, name, model):
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([name, f"out-{name}"])
 
 
+def test_types_of_parquet(tmp_path):
+    table = arrow.table(
+        {
+            "on": [True, False, True, True] * 10,
+            "kind": arrow.array(["u", "v", "v", "u"] * 10).dictionary_encode(),
+            "small": arrow.array([1, 2, 3, 5] * 10, type=arrow.int8()),
+            "size": arrow.array(RNG.normal(size=40), type=arrow.float32()),
+        }
+    )
+    arrow.parquet.write_table(table, tmp_path / "t.parquet")
+    found = json.loads(command("fit", tmp_path / "t.parquet", "-o", tmp_path / "m.qf", "--json", *QUICK).stdout)
+    assert list(found["columns"].values()) == ["2 categories", "2 categories", "whole numbers", "numbers"]
+    expected = json.loads(command("score", tmp_path / "m.qf", tmp_path / "t.parquet", "--json").stdout)
+    # The same rows as text, where truth values are words.
+    lines = [f"{str(r['on']).lower()},{r['kind']},{r['small']},{r['size']!r}\n" for r in table.to_pylist()]
+    (tmp_path / "t.csv").write_text("on,kind,small,size\n" + "".join(lines))
+    assert json.loads(command("score", tmp_path / "m.qf", tmp_path / "t.csv", "--json").stdout) == expected
+    dates = arrow.table({"day": arrow.array([1, 2], type=arrow.date32())})
+    arrow.parquet.write_table(dates, tmp_path / "d.parquet")
+    done = command("fit", tmp_path / "d.parquet", "-o", tmp_path / "m.qf")
+    assert done.exit_code == 2
+    assert "column 'day': expected numbers, text or truth values" in said(done)
+    (tmp_path / "bad.parquet").write_bytes(b"not parquet at all")
+    assert command("score", tmp_path / "m.qf", tmp_path / "bad.parquet").exit_code == 2
+
+
 def test_standard_input(tmp_path, model):
     text = write(tmp_path / "t.csv").read_bytes()
     done = command("score", model, "-", "--json", stdin=text)
