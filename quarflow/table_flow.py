@@ -98,7 +98,6 @@ class TableFlow(Flow):
     widths: Tensor
     phases: Tensor
     shifts: Tensor
-    places: Tensor
 
     def __init__(self, schema: Schema, flow: Flow, hidden: int = 32, points: int = 8) -> None:
         columns, sizes = schema.numbers, [len(c.values) for c in schema.labels]
@@ -126,7 +125,6 @@ class TableFlow(Flow):
         shifts = torch.stack(places, 1) if columns else torch.zeros(points, 0)
         for name, value in (("widths", widths), ("phases", phases), ("shifts", shifts)):
             self.register_buffer(name, value.to(torch.get_default_dtype()), persistent=False)
-        self.offsets = [0, *np.cumsum(sizes).tolist()]
 
     @property
     def exact(self) -> bool:
@@ -140,12 +138,12 @@ class TableFlow(Flow):
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         numbers, codes, known = self._parts(x, context)
-        log_p = self.labels(codes, known[:, : self.context_features]) - self.log_unit
+        log_p = self.labels(codes, self._label_context(len(x), context)) - self.log_unit
         if self.training:
-            return log_p + super().forward(self._noisy(numbers), known if known.shape[1] else None)
+            return log_p + super().forward(self._noisy(numbers), known)
         points = len(self.shifts)
         cells = (numbers + (self.shifts * self.widths)[:, None]).flatten(0, 1)
-        density = super().forward(cells, known.repeat(points, 1) if known.shape[1] else None)
+        density = super().forward(cells, None if known is None else known.repeat(points, 1))
         return log_p + density.view(points, len(x)).logsumexp(0) - math.log(points)
 
     def varying(self, x: Tensor) -> Tensor:
@@ -157,25 +155,23 @@ class TableFlow(Flow):
         check_tensor("x", x, tuple(self.event_shape), self.base.anchor)
         numbers, codes, known = self._parts(x, self._context_rows(context, x.shape[:1]))
         self.labels.initialise(codes)
-        self.transform.initialise(self._noisy(numbers), known if known.shape[1] else None)
+        self.transform.initialise(self._noisy(numbers), known)
         return self
 
     def diagnose(self, x: Tensor, context: Tensor | None = None) -> str:
         numbers, _, known = self._parts(x, context)
-        return super().diagnose(numbers, known if known.shape[1] else None)
+        return super().diagnose(numbers, known)
 
     def _draw(
         self, n: int, context: Tensor | None, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor]:
         check_count("n", n)
-        given = self._context_rows(context, (n,))
-        given = self.base.anchor.new_zeros(n, 0) if given is None else given
-        codes = self.labels.sample(given, generator)
-        x = torch.cat([self.base.anchor.new_zeros(n, len(self.schema.numbers)), codes.to(given)], 1)
-        _, _, known = self._parts(x, given)
+        context = self._context_rows(context, (n,))
+        codes = self.labels.sample(self._label_context(n, context), generator)
         z = self.base.sample(n, generator)
+        _, _, known = self._parts(torch.cat([z, codes.to(z)], 1), context)
         with unchecked(), drawing(self, generator):
-            v, _ = self.transform.inverse(z, known if known.shape[1] else None)
+            v, _ = self.transform.inverse(z, known)
         if not bool(torch.isfinite(v).all()):
             raise FloatingPointError(f"sample gave NaN or inf: {super().diagnose(v, known)}")
         # Rounding can put a value on the edge itself, where there is no density.
@@ -185,16 +181,18 @@ class TableFlow(Flow):
         v = torch.where(self.widths > 0, (torch.round(v / steps - self.phases) + self.phases) * steps, v)
         x = torch.cat([v, codes.to(v)], 1)
         with drawing(self, generator):
-            return x, self(x, given)
+            return x, self(x, context)
 
-    def _parts(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Numbers, labels, and the context of the numbers: the context and the labels one-hot."""
+    def _label_context(self, n: int, context: Tensor | None) -> Tensor:
+        return self.base.anchor.new_zeros(n, 0) if context is None else context
+
+    def _parts(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Numbers, labels, and the context of the numbers: the context and the labels one-hot, or None."""
         count = len(self.schema.numbers)
         numbers, codes = x[:, :count], x[:, count:].long()
-        known = x.new_zeros(len(x), 0) if context is None else context
-        for j, column in enumerate(self.schema.labels):
-            known = torch.cat([known, _one_hot(codes[:, j], len(column.values), x)], 1)
-        return numbers, codes, known
+        parts = [_one_hot(codes[:, j], len(c.values), x) for j, c in enumerate(self.schema.labels)]
+        parts = [*([] if context is None else [context]), *parts]
+        return numbers, codes, torch.cat(parts, 1) if parts else None
 
     def _noisy(self, numbers: Tensor) -> Tensor:
         # Never quite the edge of a cell, which may be that of a bound.
