@@ -38,6 +38,7 @@ from quarflow.transforms.elementwise import SUPPORTS
 Table = dict[str, np.ndarray]
 KINDS = ("number", "category", "constant", "duplicate", "drop")
 HEAVY = 10.0  # robust deviations from the median that make a column one with heavy tails
+ATOM = 0.2  # of the rows with one value: more than a column of numbers should have
 EDGE = 1e-6  # of the scale: a value on the edge of its bounds counts as this far inside
 
 
@@ -452,6 +453,13 @@ def _column(name: str, values: np.ndarray, kind: object, given: bool, bounds: ob
     )
     column = Column(name, "number", given, step, support, heavy, float(middle), float(spread))
     _check_steps(column, values, 0)
+    most = int(np.unique(values, return_counts=True)[1].max())
+    if not (step or given) and most >= ATOM * len(values) and len(values) >= 20:
+        warnings.warn(
+            f"column {name!r}: one value is in {most} of {len(values)} rows, where numbers have no density: it will "
+            "grow without limit there. Give the step of the values, declare the column a category, or leave it out.",
+            stacklevel=4,
+        )
     return column
 
 

@@ -180,6 +180,13 @@ def test_constants_and_duplicates_are_dropped():
             Schema.of(as_table({"one": [1.0] * 4}))
 
 
+def test_an_atom_is_pointed_out():
+    values = np.where(np.arange(40) % 3 == 0, 0.5, RNG.normal(size=40))
+    with pytest.warns(UserWarning, match="'a': one value is in 14 of 40 rows, where numbers have no density"):
+        Schema.of(as_table({"a": values}))
+    Schema.of(as_table({"a": values, "b": RNG.normal(size=40)}), context=["a"])
+
+
 def test_what_columns_are_found_to_be():
     frame = pd.DataFrame(
         {
