@@ -153,6 +153,12 @@ class Column:
         high = {"negative": self.location - half, "unit": self.location + self.scale - half}.get(self.support, math.inf)
         return low, high
 
+    def outside(self, x: np.ndarray) -> np.ndarray:
+        """Whether values are beyond the bounds; those of steps have half a step to spare, against rounding."""
+        v = (x - self.location) / self.scale
+        below = v < 0 if self.support in ("positive", "unit") else np.zeros(len(v), dtype=bool)
+        return below | (v > {"negative": 0, "unit": 1}.get(self.support, math.inf))
+
     def standardise(self, x: np.ndarray) -> np.ndarray:
         """``v`` of values within the bounds; those on an edge count as a little inside."""
         v = ((np.round(x / self.step) * self.step if self.step else x) - self.location) / self.scale
@@ -292,7 +298,7 @@ class Schema:
             else:
                 _check_steps(column, values, first_row)
                 low, high = column.bounds
-                wrong, what = (values < low) | (values > high), f"values outside {low:g} to {high:g}"
+                wrong, what = column.outside(values), f"values outside {low:g} to {high:g}"
                 x[:, i] = column.standardise(np.where(wrong, table_middle(column), values))
             if wrong.any():
                 self._warn(column, what, wrong, first_row, "They have probability zero.")

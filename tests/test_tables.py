@@ -117,6 +117,13 @@ def test_bounded_whole_numbers(bounds):
     assert np.isfinite(flow.score({"a": draws, "c": ["u"] * 300})).all()
 
 
+def test_values_on_the_edges_of_rounded_bounds_are_possible():
+    values = np.array([0.3, 0.5, 0.9, 0.7, 0.3])
+    flow = make({"a": values}, kinds={"a": 0.1}, bounds={"a": (0.3, 0.9)})
+    assert np.isfinite(flow.score({"a": values})).all()
+    assert mass(flow, {"a": np.arange(3, 10) / 10}, 0.1) == pytest.approx(1, abs=1e-2)
+
+
 def test_heavy_tails():
     values = np.concatenate([RNG.normal(0, 1, 60), [400.0, -90.0]])
     flow = make({"a": values, "c": ["u", "v"] * 31}, scale=0.2)
