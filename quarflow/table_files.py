@@ -79,6 +79,11 @@ def _csv(name: str, show: Callable[[float], None]) -> Iterator[Any]:
         names = next(csv.reader([header.decode("utf-8-sig")]), [])
         if not names or len(set(names)) < len(names):
             raise ValueError(f"{name}: expected a header of different names; got {some(names)}.")
+        if all(_is_number(cell) for cell in names):
+            raise ValueError(
+                f"{name}: expected a header of names; got numbers, {some(names)}: a file without one? Put names in "
+                "its first line, or before it: (echo a,b,c; cat FILE) | quarflow score MODEL -"
+            )
         if not file.peek(1):
             return
         reader = arrow.csv.open_csv(
@@ -108,6 +113,14 @@ def _csv(name: str, show: Callable[[float], None]) -> Iterator[Any]:
     finally:
         if name != "-":
             raw.close()
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def take(
@@ -186,9 +199,9 @@ def _numbers(name: str, values: list[str | None], sure: bool, first_row: int) ->
     out, wrong = np.full(len(values), math.nan), []
     for i, value in enumerate(values):
         if value is not None:
-            try:
+            if _is_number(value):
                 out[i] = float(value)
-            except ValueError:
+            else:
                 wrong.append(i)
     present = sum(value is not None for value in values)
     if wrong and (sure or 2 * len(wrong) < present):

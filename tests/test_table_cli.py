@@ -183,6 +183,7 @@ def test_values_that_the_model_has_not_seen_are_impossible(tmp_path, model):
         ("size,colour,count\n1.5,red,1\n", "expected the columns 'year' too"),
         ("size,size\n1.5,2\n", "header of different names"),
         ("size,colour,count,year\n", "expected rows; got none"),
+        ("1.5,2,3,2001\n1.5,2,3,2001\n", "expected a header of names; got numbers, '1.5', '2'"),
         ("", "header of different names"),
         ("size,colour,count,year\n1.5,\udcff,1,2001\n", "UTF8"),
     ],
