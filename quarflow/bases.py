@@ -48,21 +48,36 @@ class Base(nn.Module, ABC):
         return ", ".join(map(str, self.event_shape))
 
 
-class Normal(Base):
+class Independent(Base):
+    """A base of independent coordinates: `log_terms` gives the log-density of each, `log_prob` their sum.
+
+    >>> Normal((2,)).log_terms(torch.zeros(1, 2))
+    tensor([[-0.9189, -0.9189]])
+    """
+
+    @abstractmethod
+    def log_terms(self, z: Tensor) -> Tensor:
+        """``log p(z_i)``: (batch, *event) -> (batch, *event)."""
+
+    def log_prob(self, z: Tensor) -> Tensor:
+        return self.log_terms(z).flatten(1).sum(1)
+
+
+class Normal(Independent):
     """``N(0, 1)`` in every coordinate.
 
     >>> Normal((2,)).log_prob(torch.zeros(1, 2))
     tensor([-1.8379])
     """
 
-    def log_prob(self, z: Tensor) -> Tensor:
-        return (-0.5 * (z.square() + math.log(2 * math.pi))).flatten(1).sum(1)
+    def log_terms(self, z: Tensor) -> Tensor:
+        return -0.5 * (z.square() + math.log(2 * math.pi))
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         return self._noise(n, generator)
 
 
-class LocationScale(Base):
+class LocationScale(Independent):
     """``N(m_i, exp(s_i)^2)`` with learnable ``m`` and ``s``.
 
     >>> LocationScale((2,)).log_prob(torch.zeros(1, 2)).shape
@@ -74,15 +89,15 @@ class LocationScale(Base):
         self.location = nn.Parameter(torch.zeros(self.event_shape))
         self.log_scale = nn.Parameter(torch.zeros(self.event_shape))
 
-    def log_prob(self, z: Tensor) -> Tensor:
+    def log_terms(self, z: Tensor) -> Tensor:
         u = (z - self.location) * (-self.log_scale).exp()
-        return (-0.5 * (u.square() + math.log(2 * math.pi)) - self.log_scale).flatten(1).sum(1)
+        return -0.5 * (u.square() + math.log(2 * math.pi)) - self.log_scale
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         return self.location + self.log_scale.exp() * self._noise(n, generator)
 
 
-class StudentT(Base):
+class StudentT(Independent):
     """Student t in every coordinate, with learnable degrees of freedom ``nu_i > 1``, for heavy tails.
 
     >>> StudentT((2,), freedom=5.0).log_prob(torch.zeros(1, 2)).shape
@@ -101,10 +116,10 @@ class StudentT(Base):
         """``nu``, (*event)."""
         return 1 + softplus(self.raw_freedom)
 
-    def log_prob(self, z: Tensor) -> Tensor:
+    def log_terms(self, z: Tensor) -> Tensor:
         nu = self.freedom
         constant = torch.lgamma((nu + 1) / 2) - torch.lgamma(nu / 2) - 0.5 * (nu * math.pi).log()
-        return (constant - (nu + 1) / 2 * torch.log1p(z.square() / nu)).flatten(1).sum(1)
+        return constant - (nu + 1) / 2 * torch.log1p(z.square() / nu)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         # normal / sqrt(gamma): torch's gamma draws carry their implicit gradient, but take no generator of their own.

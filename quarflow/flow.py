@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from quarflow.bases import Base
+from quarflow.bases import Base, Independent
 from quarflow.checks import check_context, check_count, check_finite, check_tensor, is_traced
 from quarflow.logdet import drawing
 from quarflow.solvers import unchecked
@@ -49,6 +49,12 @@ class Flow(nn.Module):
         return self.transform.exact
 
     @property
+    def triangular(self) -> bool:
+        """Whether ``z_i`` depends on ``x_<=i`` alone, from end to end: what the methods for prefixes need."""
+        independent = isinstance(self.base, Independent) and len(self.event_shape) == 1
+        return independent and self.transform.triangular
+
+    @property
     def event_shape(self) -> torch.Size:
         """Shape of one data point."""
         return self.base.event_shape
@@ -72,9 +78,135 @@ class Flow(nn.Module):
         c = self._context_rows(context, batch)
         with drawing(self, generator):
             out = self(rows, c)
-        if not is_traced(out) and bool(torch.isnan(out).any()):
-            raise FloatingPointError(f"log_prob is NaN in {int(torch.isnan(out).sum())} rows: {self.diagnose(rows, c)}")
+        self._check_density(out, rows, c)
         return out.view(batch)
+
+    def _check_density(self, out: Tensor, x: Tensor, context: Tensor | None) -> None:
+        if not is_traced(out) and bool(torch.isnan(out).any()):
+            failed = int(torch.isnan(out).view(len(x), -1).any(1).sum())
+            raise FloatingPointError(f"log_prob is NaN in {failed} rows: {self.diagnose(x, context)}")
+
+    def log_prob_terms(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """``log p(x_i | x_<i, context)`` of the first k columns, exact: (..., k) -> (..., k), for any k up to all.
+
+        Needs a `triangular` flow: ``quar``, ``maf``, ``iaf`` or ``bnaf`` with ``mixing=None``. The terms of all columns
+        add up to `log_prob`.
+
+        >>> import quarflow as qf
+        >>> flow = qf.models.quar(features=3, blocks=2, hidden=(8,), mixing=None)
+        >>> x = torch.randn(5, 3)
+        >>> bool(torch.allclose(flow.log_prob_terms(x).sum(-1), flow.log_prob(x), atol=1e-5))
+        True
+        """
+        self._check_triangular()
+        check_tensor("x", x, (self._columns("x", x),), self.base.anchor)
+        batch, k = x.shape[:-1], x.shape[-1]
+        c = self._context_rows(context, batch)
+        rows = self._filled(x.reshape(-1, k), c)
+        z, slopes = self.transform.log_slopes(rows, c)
+        out = (cast("Independent", self.base).log_terms(z) + slopes)[:, :k]
+        self._check_density(out, rows, c)
+        return out.view(x.shape)
+
+    def prefix_log_prob(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """``log p(x_1 .. x_k | context)``, the later columns integrated out, exactly: (..., k) -> (...).
+
+        Needs a `triangular` flow, as `log_prob_terms` does.
+
+        >>> import quarflow as qf
+        >>> flow = qf.models.quar(features=3, blocks=2, hidden=(8,), mixing=None)
+        >>> flow.prefix_log_prob(torch.randn(5, 2)).shape
+        torch.Size([5])
+        """
+        return self.log_prob_terms(x, context).sum(-1)
+
+    def conditional_log_prob(self, x: Tensor, given: Tensor, context: Tensor | None = None) -> Tensor:
+        """``log p(x | given, context)``, exact: ``x`` the columns that follow those ``given``, (..., m) -> (...).
+
+        ``given`` (..., k) is one row for all, or a row for each of ``x``. Columns behind ``k + m`` are integrated out.
+        Needs a `triangular` flow, as `log_prob_terms` does.
+
+        >>> import quarflow as qf
+        >>> flow = qf.models.quar(features=3, blocks=2, hidden=(8,), mixing=None)
+        >>> flow.conditional_log_prob(torch.randn(5, 2), given=torch.zeros(1)).shape
+        torch.Size([5])
+        """
+        self._check_triangular()
+        given, k = self._given(given)
+        check_tensor("x", x, (self._columns("x", x, spare=k),), self.base.anchor)
+        before = self._rows("given", given, k, x.shape[:-1]).view(*x.shape[:-1], k)
+        return self.log_prob_terms(torch.cat([before, x], -1), context)[..., k:].sum(-1)
+
+    @torch.no_grad()
+    def sample_given(
+        self, n: int, given: Tensor, context: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """``n`` exact draws of the later columns given the first k, behind these: (n, features), without gradient.
+
+        ``given`` (..., k) is one row for all, or ``n`` rows; it comes back as it is. Needs a `triangular` flow, as
+        `log_prob_terms` does.
+
+        >>> import quarflow as qf
+        >>> flow = qf.models.quar(features=3, blocks=2, hidden=(8,), mixing=None)
+        >>> flow.sample_given(5, given=torch.tensor([1.0, 2.0]))[:, :2].unique(dim=0)
+        tensor([[1., 2.]])
+        """
+        self._check_triangular()
+        check_count("n", n)
+        given, k = self._given(given)
+        c = self._context_rows(context, (n,))
+        x = self._filled(self._rows("given", given, k, (n,)), c)
+        known = (torch.arange(x.shape[1], device=x.device) < k)[None]
+        x = self._complete(x, known, c, generator)
+        if not bool(torch.isfinite(x).all()):
+            raise FloatingPointError(f"sample_given gave NaN or inf: {self.diagnose(x, c)}")
+        return x
+
+    def _complete(
+        self, x: Tensor, known: Tensor, context: Tensor | None, generator: torch.Generator | None
+    ) -> Tensor:
+        """``x`` (batch, *event) where ``known`` (1, *event), the first of one order, and draws of the rest given it."""
+        z = self.transform(x, context)[0]
+        z = torch.where(self.transform.places(known), z, self.base.sample(len(x), generator))
+        with unchecked():
+            return self.transform.inverse_given(z, x, known, context)
+
+    def _filled(self, x: Tensor, context: Tensor | None) -> Tensor:
+        """``x`` (batch, k), and behind it columns in the flow's domain, on which nothing before them depends."""
+        k, d = x.shape[1], self.event_shape[0]
+        if k == d:
+            return x
+        with torch.no_grad(), unchecked():
+            centre = self.transform.inverse(x.new_zeros(1, d), None if context is None else context[:1])[0]
+        return torch.cat([x, centre[:, k:].expand(len(x), -1)], 1)
+
+    def _columns(self, name: str, x: object, spare: int = 0) -> int:
+        """The number of columns of ``x``, at most all but ``spare``; whether ``x`` is a tensor is for others to say."""
+        k, most = x.shape[-1] if isinstance(x, Tensor) and x.ndim else 0, self.event_shape[0] - spare
+        if isinstance(x, Tensor) and not 1 <= k <= most:
+            raise ValueError(
+                f"{name}: expected from 1 to {most} columns, in the order of the flow's {self.event_shape[0]}; got "
+                f"shape {tuple(x.shape)}."
+            )
+        return k
+
+    def _given(self, given: Tensor) -> tuple[Tensor, int]:
+        k = self._columns("given", given, spare=1)
+        given = given[None] if isinstance(given, Tensor) and given.ndim == 1 else given
+        check_tensor("given", given, (k,), self.base.anchor)
+        return given, k
+
+    def _check_triangular(self) -> None:
+        if self.triangular:
+            return
+        if len(self.event_shape) != 1:
+            raise ValueError("flow: expected one of vectors; this one is of images. See quarflow.pixels.complete.")
+        wrong = [f"transform {i} ({type(t).__name__})" for i, t in enumerate(self._steps) if not t.triangular]
+        raise ValueError(
+            f"flow: expected a triangular one, with all columns in one order from end to end; "
+            f"{', '.join(wrong[:3]) or f'the base ({type(self.base).__name__})'} mixes them. Train a model that "
+            "keeps them in order, such as models.quar(..., mixing=None) or models.maf(..., mixing=None)."
+        )
 
     @torch.no_grad()
     def log_prob_with_error(
@@ -161,18 +293,23 @@ class Flow(nn.Module):
         if context is not None and context.ndim == 1 and self.context_features:
             context = context[None]
         check_context(context, self.context_features, self.base.anchor)
-        if context is None:
-            return None
-        rows = context.reshape(-1, self.context_features)
-        n = torch.Size(batch).numel()
+        return None if context is None else self._rows("context", context, self.context_features, batch)
+
+    def _rows(self, name: str, x: Tensor, columns: int, batch: Sequence[int]) -> Tensor:
+        """``x`` as a row for each data point of ``batch``: (n, columns)."""
+        rows, n = x.reshape(-1, columns), torch.Size(batch).numel()
         if len(rows) == 1:
             return rows.expand(n, -1)
         if len(rows) != n:
             raise ValueError(
-                f"context: expected 1 row or {n}, one for each data point; got {len(rows)}. "
-                "Use context.repeat_interleave(...) to pair them."
+                f"{name}: expected 1 row or {n}, one for each data point; got {len(rows)}. "
+                f"Use {name}.repeat_interleave(...) to pair them."
             )
         return rows
+
+    @property
+    def _steps(self) -> list[Transform]:
+        return self.transform.steps if isinstance(self.transform, Chain) else [self.transform]
 
     @torch.no_grad()
     def diagnose(self, x: Tensor, context: Tensor | None = None) -> str:
@@ -189,8 +326,7 @@ class Flow(nn.Module):
             check_finite("x", x, len(self.event_shape))
         except ValueError as error:
             return str(error)
-        steps = self.transform.steps if isinstance(self.transform, Chain) else [self.transform]
-        for i, step in enumerate(steps):
+        for i, step in enumerate(self._steps):
             largest = x.abs().max().item()
             x, ladj = step(x, context)
             if not bool(torch.isfinite(x).all() & torch.isfinite(ladj).all()):

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from quarflow.checks import check_count, check_tensor
 from quarflow.solvers import unchecked
-from quarflow.transforms.base import Chain, Transform
-from quarflow.transforms.reshape import MultiScale, Reshape, Squeeze
 
 if TYPE_CHECKING:
     from quarflow.flow import Flow
@@ -189,24 +187,8 @@ def complete(
     height = x.shape[-2]
     if not isinstance(rows, int) or not 0 < rows < height or rows % step:
         raise ValueError(f"rows: expected a multiple of {step} from {step} to {height - step}; got {rows!r}.")
-    given = torch.zeros(1, *x.shape[1:], device=x.device)
-    given[:, :, :rows] = 1
-    kept = _moved(flow.transform, given).bool()
-    c = flow._context_rows(context, x.shape[:1])
+    given = torch.zeros(1, *x.shape[1:], dtype=torch.bool, device=x.device)
+    given[:, :, :rows] = True
     # The rows below only have to be in the domain of the logit.
-    z = flow.transform(torch.where(given.bool(), x, 0.5 * torch.ones_like(x)), c)[0]
-    z = torch.where(kept, z, flow.base.sample(len(x), generator))
-    with unchecked():
-        return flow.transform.inverse(z, c)[0]
-
-
-def _moved(transform: Transform, x: Tensor) -> Tensor:
-    """Where ``transform`` puts the places of an image."""
-    if isinstance(transform, Chain):
-        for step in transform.steps:
-            x = _moved(step, x)
-    elif isinstance(transform, MultiScale):
-        return transform._through(_moved, x)
-    elif isinstance(transform, Squeeze | Reshape):
-        return transform(x)[0]
-    return x
+    x = torch.where(given, x, 0.5 * torch.ones_like(x))
+    return flow._complete(x, given, flow._context_rows(context, x.shape[:1]), generator)

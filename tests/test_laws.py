@@ -79,6 +79,37 @@ def test_diagonal_is_that_of_the_jacobian_and_forbidden_entries_are_zero(name: s
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_triangular_transforms_are_and_say_their_slopes(name: str, context: int) -> None:
+    for features in feature_counts(name):
+        torch.manual_seed(0)
+        f = far(TRANSFORMS[name](features, context), scale=0.4).eval()
+        x, c = data(2 * ROWS, features, context)
+        inner = f.transform if has_numerical_forward(name) else f
+        jacobian = jacobians(inner, x, c)
+        if not f.triangular:
+            # A coupling is triangular, and of no use without a step that is not.
+            assert features < 3 or name.endswith("Coupling") or (jacobian.triu(1) != 0).any()
+            continue
+        assert (jacobian.triu(1) == 0).all()
+        z, slopes = inner.log_slopes(x, c)
+        assert torch.allclose(slopes, jacobian.diagonal(dim1=1, dim2=2).abs().log(), rtol=1e-9, atol=1e-9)
+        x, z, slopes = (z, x, -slopes) if has_numerical_forward(name) else (x, z, slopes)
+        found = f(x, c), f.log_slopes(x, c)
+        assert torch.allclose(found[1][0], found[0][0], rtol=0, atol=1e-10)
+        assert torch.allclose(found[1][1], slopes, rtol=1e-9, atol=1e-9)
+        assert torch.allclose(found[1][1].sum(1), found[0][1], rtol=1e-9, atol=1e-9)
+        # The first coordinates of some rows, and the noise of others behind them.
+        z = found[0][0].detach()
+        for k in {0, 1, features // 2, features}:
+            known = (torch.arange(features) < k)[None]
+            wanted = torch.where(known, z, f(x.flip(0), c)[0])
+            point = f.inverse_given(wanted, x, known, c)
+            assert torch.equal(point[:, :k], x[:, :k])
+            assert torch.allclose(f(point, c)[0], wanted, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("name", TRANSFORMS | MODELS)
 def test_inverse(name: str, context: int) -> None:
     for features in feature_counts(name):

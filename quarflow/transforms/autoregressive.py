@@ -33,6 +33,8 @@ class MaskedAffine(Transform):
     True
     """
 
+    triangular = True
+
     def __init__(
         self,
         features: int,
@@ -51,15 +53,25 @@ class MaskedAffine(Transform):
         m, a = self.net(x, context).unbind(2)
         return m, soft_clip(a, self.limit)
 
-    def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def log_slopes(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         m, s = self.parameters_at(x, context)
-        return (x - m) * (-s).exp(), -s.sum(1)
+        return (x - m) * (-s).exp(), -s
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        z, slopes = self.log_slopes(x, context)
+        return z, slopes.sum(1)
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        position = torch.arange(z.shape[1], device=z.device)
-        # Coordinates ahead of their turn stay zero: nothing unfinished can overflow.
-        x, ladj = torch.zeros_like(z), z.new_zeros(len(z))
-        for i in range(z.shape[1]):
+        return self._inverse(z, torch.zeros_like(z), 0, context)
+
+    def inverse_given(self, z: Tensor, x: Tensor, known: Tensor, context: Tensor | None = None) -> Tensor:
+        with torch.no_grad():
+            return self._inverse(z, torch.where(known, x, 0), int(known.sum()), context)[0]
+
+    def _inverse(self, z: Tensor, x: Tensor, first: int, context: Tensor | None) -> tuple[Tensor, Tensor]:
+        """From coordinate ``first`` on, with ``x`` before it. Those ahead stay zero: nothing unfinished overflows."""
+        position, ladj = torch.arange(z.shape[1], device=z.device), z.new_zeros(len(z))
+        for i in range(first, z.shape[1]):
             m, s = self.parameters_at(x, context)
             x = torch.where(position == i, z * s.exp() + m, x)
             ladj = ladj + s[:, i]

@@ -108,6 +108,8 @@ class BNAF(Transform):
     True
     """
 
+    triangular = True
+
     def __init__(self, features: int, context: int = 0, hidden: Sequence[int] = (16, 16)) -> None:
         super().__init__()
         check_count("features", features)
@@ -126,7 +128,7 @@ class BNAF(Transform):
         self.last = PositiveBlockLinear(features, hidden[-1], 1, context)
         self.gate = nn.Parameter(torch.zeros(()))
 
-    def slopes(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def log_slopes(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """``f(x)`` and the logarithm of ``df_i/dx_i``, both (batch, features)."""
         with without_autocast(x):
             c = None if context is None else context.mT
@@ -141,7 +143,7 @@ class BNAF(Transform):
             return torch.sigmoid(-self.gate) * x + torch.sigmoid(self.gate) * h.mT, log_slope
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        value, log_slope = self.slopes(x, context)
+        value, log_slope = self.log_slopes(x, context)
         return value, log_slope.sum(1)
 
     @conditioned
@@ -150,15 +152,15 @@ class BNAF(Transform):
             x = self._root(z, context)
             if torch.is_grad_enabled():
                 at = x.requires_grad_()
-                value = self.slopes(at, context)[0]
+                value = self.log_slopes(at, context)[0]
                 rows = [torch.autograd.grad(v.sum(), at, retain_graph=True)[0] for v in value.unbind(1)]
                 x = follow(at.detach(), value - z, torch.stack(rows, 1))
-            return x, -self.slopes(x, context)[1].sum(1)
+            return x, -self.log_slopes(x, context)[1].sum(1)
 
     @torch.no_grad()
     def _root(self, z: Tensor, context: Tensor | None) -> Tensor:
         def f(x: Tensor) -> tuple[Tensor, Tensor]:
-            value, log_slope = self.slopes(x, context)
+            value, log_slope = self.log_slopes(x, context)
             return value, log_slope.exp()
 
         # |tanh| <= 1, so F is within the sum of its last weights of its last offset.

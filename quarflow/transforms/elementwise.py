@@ -49,6 +49,8 @@ class Affine(Transform):
     (tensor([[1., 1.]], grad_fn=<AddcmulBackward0>), tensor([0.], grad_fn=<ExpandBackward0>))
     """
 
+    triangular = True
+
     def __init__(self, features: int | Sequence[int], context: int = 0) -> None:
         super().__init__()
         self.shape = _shape(features)
@@ -73,6 +75,9 @@ class Affine(Transform):
     def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         a, b = self.parameters_at(context)
         return (z - b) * (-a).exp(), -self._total(a, z)
+
+    def log_slopes(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.forward(x, context)[0], self.parameters_at(context)[0].expand_as(x)
 
     def _total(self, a: Tensor, x: Tensor) -> Tensor:
         total = a.flatten(1).sum(1) if a.ndim > len(self.shape) else a.sum().expand(x.shape[0])
@@ -107,6 +112,7 @@ class Standardise(Transform):
     tensor([-0.7071,  0.7071])
     """
 
+    triangular = True
     mean: Tensor
     deviation: Tensor
 
@@ -121,6 +127,9 @@ class Standardise(Transform):
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return z * self.deviation + self.mean, self._total(z)
+
+    def log_slopes(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.forward(x)[0], -self.deviation.log().expand_as(x)
 
     def _total(self, x: Tensor) -> Tensor:
         places = x.shape[1:].numel() // self.mean.numel()
@@ -144,24 +153,30 @@ class Logit(Transform):
     (tensor([[0.]]), tensor([1.3863]))
     """
 
+    triangular = True
+
     def __init__(self, alpha: float = 0.0) -> None:
         super().__init__()
         if not 0 <= alpha < 0.5:
             raise ValueError(f"alpha: expected a number in [0, 0.5); got {alpha!r}.")
         self.alpha = alpha
 
-    def _ladj(self, z: Tensor) -> Tensor:
+    def _log_slopes_at(self, z: Tensor) -> Tensor:
         # log dz/dx = log(1 - 2 alpha) - log y - log(1 - y), and y = sigmoid(z).
-        slope = torch.log1p(z.new_tensor(-2 * self.alpha)) - logsigmoid(z) - logsigmoid(-z)
-        return slope.flatten(1).sum(1)
+        return torch.log1p(z.new_tensor(-2 * self.alpha)) - logsigmoid(z) - logsigmoid(-z)
 
-    def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def log_slopes(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         y = self.alpha + (1 - 2 * self.alpha) * x
         z = y.log() - torch.log1p(-y)
-        return z, self._ladj(z)
+        return z, self._log_slopes_at(z)
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        z, slopes = Logit.log_slopes(self, x)
+        return z, slopes.flatten(1).sum(1)
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return (torch.sigmoid(z) - self.alpha) / (1 - 2 * self.alpha), -self._ladj(z)
+        x = (torch.sigmoid(z) - self.alpha) / (1 - 2 * self.alpha)
+        return x, -self._log_slopes_at(z).flatten(1).sum(1)
 
     def extra_repr(self) -> str:
         return f"alpha={self.alpha}"
@@ -248,3 +263,6 @@ class Sigmoid(Logit):
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return super().forward(z, context)
+
+    def log_slopes(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.forward(x)[0], -self._log_slopes_at(x)

@@ -30,6 +30,9 @@ class Squeeze(Transform):
     def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return torch.nn.functional.pixel_shuffle(z, 2), z.new_zeros(z.shape[0])
 
+    def places(self, mark: Tensor) -> Tensor:
+        return self.forward(mark)[0]
+
 
 class Reshape(Transform):
     """Another shape for the same values in the same order; ``ladj = 0``.
@@ -51,6 +54,9 @@ class Reshape(Transform):
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return z.reshape(-1, *self.before), z.new_zeros(z.shape[0])
+
+    def places(self, mark: Tensor) -> Tensor:
+        return self.forward(mark)[0]
 
     def extra_repr(self) -> str:
         return f"{self.before} -> {self.after}"
@@ -121,6 +127,9 @@ class MultiScale(Transform):
     @torch.no_grad()
     def initialise(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         return self._through(lambda scale, h: scale.initialise(h, context), x)
+
+    def places(self, mark: Tensor) -> Tensor:
+        return self._through(lambda scale, h: scale.places(h), mark)
 
 
 def _halves(h: Tensor) -> tuple[Tensor, Tensor]:

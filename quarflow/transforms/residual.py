@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quarflow.logdet import DiagonalLogDet
-from quarflow.solvers import Newton, Solution, Solver, conditioned, implicit
+from quarflow.solvers import Network, Newton, Solution, Solver, conditioned, implicit
 from quarflow.transforms.base import Transform
 
 
@@ -37,17 +37,24 @@ class Residual(Transform):
         self.logdet = DiagonalLogDet() if logdet is None else logdet
         self.solver: Solver = Newton() if solver is None else solver
         self.exact = bool(self.logdet.exact)
+        self.triangular = isinstance(self.logdet, DiagonalLogDet) and getattr(net, "axes", None) is None
         self.sigma = float(cast("float", net.sigma))
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         value, ladj = self.logdet(self.net, x, context)
         return x + value, ladj
 
+    def log_slopes(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        value, diagonal = self.net(x, context)
+        return x + value, torch.log1p(diagonal)
+
     @torch.no_grad()
-    def solve(self, z: Tensor, context: Tensor | None = None) -> Solution:
-        """The inverse with its statistics; rows that failed are marked, not raised."""
+    def solve(self, z: Tensor, context: Tensor | None = None, known: Tensor | None = None) -> Solution:
+        """The inverse with its statistics; rows that failed are marked, not raised. Where ``known``, ``F`` is 0."""
         prepare = getattr(self.net, "prepare", None)
         net = prepare(context) if prepare else lambda x: self.net(x, context)
+        if known is not None:
+            net = _held(net, known)
         axes = getattr(self.net, "axes", None)
         if axes is None:
             return self.solver(net, z, self.sigma)
@@ -71,3 +78,15 @@ class Residual(Transform):
         if solution.diagonal is not None and isinstance(self.logdet, DiagonalLogDet):
             return solution.x, -self.logdet.from_diagonal(solution.diagonal)
         return solution.x, -self.logdet(self.net, solution.x, context)[1]
+
+    def inverse_given(self, z: Tensor, x: Tensor, known: Tensor, context: Tensor | None = None) -> Tensor:
+        # The block that leaves what is known as it is: the solver starts with it, and finds it solved.
+        return self.solve(torch.where(known, x, z), context, known).check(self.solver.advice).x
+
+
+def _held(net: Network, known: Tensor) -> Network:
+    def held(x: Tensor) -> tuple[Tensor, Tensor | None]:
+        value, diagonal = net(x)
+        return value.masked_fill(known, 0), None if diagonal is None else diagonal.masked_fill(known, 0)
+
+    return held
