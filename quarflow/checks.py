@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,19 @@ def check_count(name: str, value: object, least: int = 1) -> None:
     """
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or int(value) < least:
         raise ValueError(f"{name}: expected an integer >= {least}; got {value!r}.")
+
+
+def check_layers(name: str, value: object, example: tuple[int, ...], least: int = 1) -> None:
+    """``value`` must be a sequence of units, one number for each of ``least`` layers or more.
+
+    >>> check_layers("hidden", 64, (64, 64))
+    Traceback (most recent call last):
+    ValueError: hidden: expected units of each hidden layer, such as (64, 64); got 64.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) < least:
+        raise ValueError(f"{name}: expected units of each hidden layer, such as {example}; got {value!r}.")
+    for units in value:
+        check_count(name, units)
 
 
 def check_choice(name: str, value: object, choices: Iterable[object]) -> None:

@@ -19,6 +19,7 @@ from quarflow.bases import BASES, base
 from quarflow.checks import check_choice, check_count, check_positive
 from quarflow.flow import Flow
 from quarflow.logdet import FullLogDet, RouletteLogDet, SeriesLogDet
+from quarflow.nn.conditioned import ConditionedNet
 from quarflow.nn.conditioners import AttentionConditioner, ConvConditioner, PixelFeatures
 from quarflow.nn.convolution import ContractiveConvNet, TriangularConvNet
 from quarflow.nn.dense import ContractiveNet
@@ -33,13 +34,14 @@ from quarflow.transforms.elementwise import ActNorm, Affine, Logit, Standardise
 from quarflow.transforms.mixing import LULinear, Permutation, Reverse
 from quarflow.transforms.planar import Planar, Radial, Sylvester
 from quarflow.transforms.reshape import MultiScale, Reshape, Squeeze
-from quarflow.transforms.residual import Residual
+from quarflow.transforms.residual import ConditionedResidual, Residual
 
 if TYPE_CHECKING:
     from quarflow.table_flow import TableFlow
     from quarflow.tables import Schema
 
 MIXINGS = ("reverse", "lu", "permute", None)
+BLOCKS = ("plain", "conditioned")
 REGISTRY: dict[str, type[ModelConfig]] = {}
 
 
@@ -112,8 +114,10 @@ class QuarConfig(ModelConfig):
 
     features: int
     context: int = 0
+    block: str = "plain"  # or "conditioned": a network for each coordinate, which hears of those before
     blocks: int = 8
-    hidden: tuple[int, ...] = (64, 64)  # units per coordinate and layer
+    hidden: tuple[int, ...] | None = None  # units per coordinate and layer; None: (64, 64), conditioned (16, 16)
+    conditioner: tuple[int, ...] = (64, 64)  # of conditioned blocks: units of each layer that reads those before
     activation: str = "wave"  # its slope fills [-1, 1]; the paper: "elu"
     lipschitz: str = "coordinate"  # the tightest; the paper: "network"
     sigma: float = 0.97
@@ -125,7 +129,12 @@ class QuarConfig(ModelConfig):
     solver: str = "newton"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "hidden", tuple(self.hidden) if isinstance(self.hidden, list) else self.hidden)
+        check_choice("block", self.block, BLOCKS)
+        if self.hidden is None:
+            object.__setattr__(self, "hidden", (64, 64) if self.block == "plain" else (16, 16))
+        for name in ("hidden", "conditioner"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
         check_count("features", self.features)
         check_count("context", self.context, least=0)
         check_count("blocks", self.blocks)
@@ -133,15 +142,22 @@ class QuarConfig(ModelConfig):
         check_choice("base", self.base, BASES)
         check_choice("solver", self.solver, SOLVERS)
 
+    def step(self) -> Transform:
+        """One block, with fresh weights."""
+        hidden = cast("tuple[int, ...]", self.hidden)
+        bounds = self.activation, self.lipschitz, self.sigma, self.trick, self.bound
+        solver = SOLVERS[self.solver]()
+        if self.block == "conditioned":
+            net = ConditionedNet(self.features, hidden, self.conditioner, self.context, *bounds)
+            return ConditionedResidual(net, solver)
+        return Residual(TriangularNet(self.features, hidden, self.context, *bounds), solver=solver)
+
     def assemble(self) -> Flow:
         d = self.features
         steps: list[Transform] = [Standardise(d)]
         for i in range(self.blocks):
-            net = TriangularNet(
-                d, self.hidden, self.context, self.activation, self.lipschitz, self.sigma, self.trick, self.bound
-            )
             steps += [ActNorm(d, self.context)] if self.actnorm else []
-            steps += [Residual(net, solver=SOLVERS[self.solver]())]
+            steps += [self.step()]
             # No mixing behind the last block: the base does not see an order.
             steps += _mixing(self.mixing, d) if i < self.blocks - 1 else []
         steps += [Affine(d, self.context)]
@@ -152,13 +168,15 @@ def quar(features: int, context: int = 0, **options: Any) -> Flow:
     """A quasi-autoregressive residual flow for vectors (Gopal 2020): ``blocks`` times ``z = x + F(x)``.
 
     ``F`` is a `quarflow.nn.triangular.TriangularNet`, so ``log_prob`` is exact:
-    ``log|det| = sum_i log(1 + dF_i/dx_i)``.
+    ``log|det| = sum_i log(1 + dF_i/dx_i)``. With ``block="conditioned"`` a block is
+    ``z_i = exp(a_i) (x_i + F_i(x_i; h_i)) + t_i``, whose ``a_i, t_i, h_i`` read ``x_<i``: a `ConditionedResidual`.
 
     Args:
         features: number of coordinates.
         context: number of conditioning features, 0 for none.
-        **options: the fields of `QuarConfig`: ``blocks``, ``hidden`` (units per coordinate and layer), ``activation``,
-            ``lipschitz``, ``sigma``, ``trick``, ``bound``, ``mixing``, ``actnorm``, ``base``, ``solver``.
+        **options: the fields of `QuarConfig`: ``block``, ``blocks``, ``hidden`` (units per coordinate and layer),
+            ``conditioner`` (units of the layers that read ``x_<i``), ``activation``, ``lipschitz``, ``sigma``,
+            ``trick``, ``bound``, ``mixing``, ``actnorm``, ``base``, ``solver``.
 
     >>> quar(features=2, blocks=1, hidden=(4,)).log_prob(torch.zeros(1, 2)).shape
     torch.Size([1])

@@ -13,6 +13,7 @@ from quarflow import transforms as t
 from quarflow.flow import Flow
 from quarflow.nn.activations import ACTIVATIONS
 from quarflow.nn.bounds import LIPSCHITZ
+from quarflow.nn.conditioned import ConditionedNet
 from quarflow.nn.triangular import TriangularNet
 from quarflow.solvers import Banach, Bracketing
 from quarflow.transforms.elementwise import SUPPORTS
@@ -24,6 +25,23 @@ CONTEXTS = (0, 3)
 def _residual(features: int, context: int, solver: object = None, **options: object) -> t.Residual:
     return t.Residual(TriangularNet(features, hidden=(4, 3), context=context, **options), solver=solver)
 
+
+def _conditioned(features: int, context: int, solver: object = None, **options: object) -> t.ConditionedResidual:
+    net = ConditionedNet(features, (4, 3), conditioner=(8,), context=context, **options)
+    return t.ConditionedResidual(net, solver)
+
+
+CONDITIONED: dict[str, dict[str, object]] = {
+    "default": {},
+    "banach": {"solver": Banach(), "sigma": 0.8},
+    "bracketing": {"solver": Bracketing()},
+    "power": {"bound": "power"},
+    "gram": {"bound": "gram", "trick": False},
+    "diagonal": {"lipschitz": "diagonal", "activation": "elu"},
+    "plain": {"trick": False, "activation": "sine"},
+    "lipswish": {"activation": "lipswish"},
+    "clipswish": {"activation": "clipswish"},
+}
 
 RELATIVES: dict[str, Callable[[int, int], t.Transform]] = {
     "MaskedAffine": lambda features, context: t.MaskedAffine(features, context, hidden=(16, 16)),
@@ -82,6 +100,8 @@ TRANSFORMS: dict[str, Callable[[int, int], t.Transform]] = {
     )
     for lipschitz, activation, trick, gram in product(LIPSCHITZ, ACTIVATIONS, (True, False), (True, False))
     if not (gram and lipschitz == "network")  # gram is what network has anyway
+} | {
+    f"conditioned, {name}": lambda d, c, o=options: _conditioned(d, c, **o) for name, options in CONDITIONED.items()
 } | RELATIVES
 
 MODELS: dict[str, Callable[[int, int], Flow]] = {
@@ -91,6 +111,11 @@ MODELS: dict[str, Callable[[int, int], Flow]] = {
         )
     )
     for lipschitz, activation, mixing in product(LIPSCHITZ, ACTIVATIONS, qf.models.MIXINGS)
+} | {
+    f"quar, conditioned, {mixing}": lambda d, c, m=mixing: qf.models.quar(
+        d, c, block="conditioned", blocks=2, hidden=(4, 3), conditioner=(8,), mixing=m
+    )
+    for mixing in qf.models.MIXINGS
 } | {
     f"quar, {base} base": lambda d, c, b=base: qf.models.quar(d, c, blocks=1, hidden=(4,), base=b)
     for base in qf.bases.BASES
@@ -107,7 +132,7 @@ MODELS: dict[str, Callable[[int, int], Flow]] = {
 
 
 # Affine steps have no bound: at larger weights two of them already lose every digit of an inverse.
-SCALES = {"iaf": 0.3, "realnvp": 0.3}
+SCALES = {name: 0.3 for name in MODELS if name in ("iaf", "realnvp") or "conditioned" in name}
 
 
 def feature_counts(name: str) -> tuple[int, ...]:

@@ -12,14 +12,17 @@ from torch import Tensor
 from quarflow.kernels import usable
 from quarflow.nn import masks
 from quarflow.nn.activations import ACTIVATIONS
+from quarflow.nn.conditioned import ConditionedNet
 from quarflow.nn.triangular import TriangularNet
 
 FAST = [name for name, kind in ACTIVATIONS.items() if kind.curves is not None]
 
 
-def outputs_and_gradients(net: TriangularNet, x: Tensor, c: Tensor | None) -> list[Tensor]:
+def outputs_and_gradients(net: TriangularNet | ConditionedNet, x: Tensor, c: Tensor | None) -> list[Tensor]:
     x = x.clone().requires_grad_()
-    value, diagonal = net(x, c)
+    value, diagonal, *others = net(x, c)
+    for other in others:
+        value = value + other
     weight = torch.linspace(0.5, 1.5, x.shape[0], dtype=x.dtype)[:, None]
     loss = (value.sin() * weight).sum() - (torch.log1p(diagonal) * weight).sum()
     return [value, diagonal, *torch.autograd.grad(loss, [x, *net.parameters()])]
@@ -32,11 +35,15 @@ def relative_error(got: list[Tensor], truth: list[Tensor]) -> float:
 @pytest.mark.parametrize("name", FAST)
 def test_error_is_at_most_twice_that_of_plain_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed, (features, context, trick, lipschitz) in enumerate(
-        itertools.product((1, 2, 7), (0, 3), (True, False), ("coordinate", "diagonal", "network"))
+        itertools.product((1, 2, 7), (0, 3), (True, False), ("coordinate", "diagonal", "network", "conditioned"))
     ):
         torch.manual_seed(seed)
         hidden = (9, 4, 6) if trick else (16,)
-        net = TriangularNet(features, hidden, context, activation=name, trick=trick, lipschitz=lipschitz)
+        options = {"context": context, "activation": name, "trick": trick}
+        if lipschitz == "conditioned":
+            net = ConditionedNet(features, hidden, conditioner=(8,), **options)
+        else:
+            net = TriangularNet(features, hidden, lipschitz=lipschitz, **options)
         x, c = data(300, features, context)
         monkeypatch.setenv("QUARFLOW_KERNELS", "0")
         truth = outputs_and_gradients(net.double(), x, c)
@@ -82,9 +89,10 @@ def test_panels_cover_the_mask() -> None:
         assert bool((seen[mask] == 1).all())
 
 
-def test_second_derivatives() -> None:
+@pytest.mark.parametrize("kind", [TriangularNet, ConditionedNet])
+def test_second_derivatives(kind: type[TriangularNet | ConditionedNet]) -> None:
     torch.manual_seed(0)
-    net = TriangularNet(2, (3, 2), activation="sine").double()
+    net = kind(2, (3, 2), activation="sine").double()
     x = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(net, (x,))
 

@@ -79,6 +79,22 @@ def test_diagonal_is_that_of_the_jacobian_and_forbidden_entries_are_zero(name: s
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("name", [n for n in TRANSFORMS if n.startswith("conditioned")])
+def test_what_comes_from_the_coordinates_before_is_free_and_the_rest_bounded(name: str, context: int) -> None:
+    for features in FEATURES:
+        torch.manual_seed(0)
+        f = far(TRANSFORMS[name](features, context), scale=3.0).eval()
+        x, c = data(200, features, context)
+        _, d, a, _ = f.net(x, c)
+        assert (d.abs() <= f.net.sigma).all()
+        steepness = jacobians(f, x[:ROWS], c if c is None else c[:ROWS])
+        own = (a.exp() * (1 + d))[:ROWS]
+        assert torch.allclose(steepness.diagonal(dim1=1, dim2=2), own, rtol=1e-9)
+        if features > 1:
+            assert (steepness.tril(-1).abs().amax((1, 2)) > 1).any()
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_triangular_transforms_are_and_say_their_slopes(name: str, context: int) -> None:
     for features in feature_counts(name):
@@ -167,7 +183,11 @@ def test_state_carries_over(name: str) -> None:
     assert type(f).__name__ in repr(f)
 
 
-ONE_OF_EACH = [n for n in TRANSFORMS if not n.startswith("residual, ") or n.endswith(("trick", "deep"))]
+ONE_OF_EACH = [
+    n
+    for n in TRANSFORMS
+    if not n.startswith(("residual, ", "conditioned, ")) or n.endswith(("trick", "deep", "default"))
+]
 
 
 @pytest.mark.parametrize("name", [n for n in ONE_OF_EACH if not has_numerical_forward(n)])

@@ -201,7 +201,7 @@ def test_models_learn(name):
         ("planar", {"blocks": 0}, "blocks: expected an integer >= 1; got 0"),
         ("radial", {"base": "cauchy"}, "base: expected one of"),
         ("sylvester", {"rank": 3}, "rank: expected at most 2, the number of features; got 3"),
-        ("bnaf", {"hidden": ()}, "hidden: expected units per coordinate.*got ()"),
+        ("bnaf", {"hidden": ()}, "hidden: expected units of each hidden layer.*got ()"),
         ("bnaf", {"context": -1}, "context: expected an integer >= 0; got -1"),
     ],
 )

@@ -104,7 +104,8 @@ def _on(x: Tensor, stairs: Sequence[Panels] | None) -> Sequence[Panels] | None:
 
 def _product(weight: Tensor, a: Tensor, offset: Tensor, beta: float, alpha: float, panels: Panels) -> Tensor:
     if len(panels) < 2:
-        return torch.addmm(offset, weight, a, beta=beta, alpha=alpha)
+        product = torch.addmm if weight.ndim == 2 else torch.baddbmm
+        return product(offset, weight, a, beta=beta, alpha=alpha)
     out = a.new_empty(len(weight), a.shape[1])
     for r0, r1, _, c1 in panels:
         torch.addmm(offset[r0:r1], weight[r0:r1, :c1], a[:c1], beta=beta, alpha=alpha, out=out[r0:r1])
@@ -139,7 +140,7 @@ def _carry(
     delta: Tensor | None,
     stairs: Sequence[Panels] | None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    features, batch = len(blocks[0]), x.shape[1]
+    features, batch = len(blocks[0]), x.shape[-1]
     stairs = [()] * len(weights) if stairs is None else stairs
     a, unit = x, 1.0
     kept: list[Tensor] = []
@@ -150,10 +151,11 @@ def _carry(
         value, s, curve = act.curves(h, keep)
         if keep:
             delta = act.times_slope(u, s)
-            kept += [value.view(-1, batch), delta, s, torch.mul(curve, u, out=None if curve is value else curve)]
+            curve = torch.mul(curve, u, out=None if curve is value else curve)
+            kept += [value.flatten(0, 1) if x.ndim == 2 else value, delta, s, curve]
         else:
             delta = act.times_slope(u, s, out=s)
-        a, unit = value.view(-1, batch), act.unit
+        a, unit = value.flatten(0, 1) if x.ndim == 2 else value, act.unit
     value = _product(weights[-1], a, offsets[-1], 1.0, unit, stairs[-1])
     return value, torch.bmm(blocks[-1], cast("Tensor", delta)).squeeze(1), kept
 
@@ -171,7 +173,7 @@ def _carry_backward(
     stairs: Sequence[Panels] | None,
 ) -> tuple[Tensor | None, Tensor | None, list[Tensor], list[Tensor], list[Tensor]]:
     """Gradients of `_carry` for ``x`` and ``delta`` (where ``needed``), weights, blocks and offsets."""
-    layers, batch = len(weights), x.shape[1]
+    layers = len(weights)
     stairs = [()] * layers if stairs is None else stairs
     g, g_u = gradients[0], gradients[1].unsqueeze(1)
     g_weights: list[Tensor] = [x] * layers
@@ -180,20 +182,24 @@ def _carry_backward(
     for i in range(layers - 1, 0, -1):
         act = activations[i - 1]
         a, before, s, curve = kept[4 * i - 4 : 4 * i]
-        g_offsets[i] = g.sum(1, keepdim=True) if offsets[i].shape[1] == 1 else g
+        g_offsets[i] = _as_offset(g, offsets[i])
         g_weights[i] = _outer_product(g, a, stairs[i]).mul_(act.unit)
         g_blocks[i] = torch.bmm(g_u, before.mT)
         # The last layer's is an outer product.
         g_delta = blocks[i].mT * g_u if i == layers - 1 else torch.bmm(blocks[i].mT, g_u)
         g = act.times_slope(back := _transposed_product(weights[i], g, stairs[i]).view_as(s), s, out=back)
-        g = g.addcmul_(g_delta, curve, value=act.bend).view(-1, batch)
+        g = g.addcmul_(g_delta, curve, value=act.bend).view_as(a)
         g_u = act.times_slope(g_delta, s, out=g_delta)
-    g_offsets[0] = g.sum(1, keepdim=True) if offsets[0].shape[1] == 1 else g
+    g_offsets[0] = _as_offset(g, offsets[0])
     g_weights[0] = _outer_product(g, x, stairs[0])
     g_blocks[0] = g_u.sum(2, keepdim=True) if delta is None else torch.bmm(g_u, delta.mT)
     g_x = _transposed_product(weights[0], g, stairs[0]) if needed[0] else None
     g_delta_in = torch.bmm(blocks[0].mT, g_u) if delta is not None and needed[1] else None
     return g_x, g_delta_in, g_weights, g_blocks, g_offsets
+
+
+def _as_offset(g: Tensor, offset: Tensor) -> Tensor:
+    return g.sum(-1, keepdim=True) if offset.shape[-1] == 1 else g
 
 
 class _Carry(torch.autograd.Function):

@@ -201,13 +201,13 @@ class TriangularConvNet(BoundedNet):
     @torch.no_grad()
     def prepare(self, context: Tensor | None = None) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         """`forward` without gradients at one context, for solvers: what does not depend on ``x`` is done once."""
-        made: dict[int, Callable[..., tuple[Tensor, Tensor]]] = {}
+        run, made = self._prepared(), dict[int, list[Tensor]]()
 
         def evaluate(x: Tensor) -> tuple[Tensor, Tensor]:
             pixels = x.shape[2] * x.shape[3]
             if pixels not in made:
-                made[pixels] = self._prepared(self._offsets(context, pixels))
-            return self._columns(made[pixels], x)
+                made[pixels] = self._offsets(context, pixels)
+            return self._columns(lambda columns, delta: run(columns, made[pixels], delta), x)
 
         return evaluate
 

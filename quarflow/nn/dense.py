@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from quarflow.checks import check_choice, check_count, check_sigma
+from quarflow.checks import check_choice, check_count, check_layers, check_sigma
 from quarflow.nn.activations import Activation
 from quarflow.nn.activations import activation as make_activation
 from quarflow.nn.bounds import floor, gram_norm, power_norm
@@ -60,10 +60,7 @@ class ContractiveNet(nn.Module):
         super().__init__()
         check_count("features", features)
         check_count("context", context, least=0)
-        if not isinstance(hidden, Sequence) or isinstance(hidden, str) or not hidden:
-            raise ValueError(f"hidden: expected units of each hidden layer, such as (128, 128); got {hidden!r}.")
-        for units in hidden:
-            check_count("hidden", units)
+        check_layers("hidden", hidden, (128, 128))
         check_sigma(sigma)
         check_choice("bound", bound, NORMS)
         self.features, self.context_features = features, context

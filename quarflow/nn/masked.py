@@ -7,12 +7,13 @@ ranks ``0 .. D-1`` for inputs and outputs that is MADE; with inputs of rank 0 an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from quarflow.checks import check_choice, check_count
+from quarflow.checks import check_choice, check_count, check_layers
 from quarflow.nn.masks import triangular_mask
 
 # Any slope will do here, unlike in `quarflow.nn.activations`.
@@ -53,9 +54,17 @@ class MaskedLinear(nn.Module):
         self.bias = nn.Parameter(bound[:, 0] * (2 * torch.rand(len(mask)) - 1))
         self.context = nn.Parameter(bound * (2 * torch.rand(len(mask), context) - 1)) if context else None
 
+    def _masked(self) -> Tensor:
+        return self.weight if self.mask is None else self.weight * self.mask
+
     def forward(self, a: Tensor, context: Tensor | None = None) -> Tensor:
-        h = linear(a, self.weight if self.mask is None else self.weight * self.mask, self.bias)
+        h = linear(a, self._masked(), self.bias)
         return h if self.context is None or context is None else h + linear(context, self.context)
+
+    def columns(self, a: Tensor, context: Tensor | None = None) -> Tensor:
+        """`forward` with the batch last: (batch, in) -> (out, batch)."""
+        h = torch.addmm(self.bias[:, None], self._masked(), a.mT)
+        return h if self.context is None or context is None else torch.addmm(h, self.context, context.mT)
 
     def extra_repr(self) -> str:
         context = "" if self.context is None else f", context={self.context.shape[1]}"
@@ -93,10 +102,7 @@ class MaskedMLP(nn.Module):
         check_count("outputs", outputs)
         check_count("context", context, least=0)
         check_choice("activation", activation, PLAIN_ACTIVATIONS)
-        if not isinstance(hidden, Sequence) or isinstance(hidden, str):
-            raise ValueError(f"hidden: expected units of each hidden layer, such as (64, 64); got {hidden!r}.")
-        for units in hidden:
-            check_count("hidden", units)
+        check_layers("hidden", hidden, (64, 64), least=0)
         self.outputs = outputs
         # Units of the lowest rank serve targets that read no input; they are of use for the context alone.
         highest = int(out_ranks.max()) - 1
@@ -112,11 +118,18 @@ class MaskedMLP(nn.Module):
         self.layers.append(MaskedLinear(last, context, gain=0.1))
         self.activation = PLAIN_ACTIVATIONS[activation]()
 
-    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        h = x
+    def _below(self, x: Tensor, context: Tensor | None) -> Tensor:
         for layer in self.layers[:-1]:
-            h = self.activation(layer(h, context))
-        return self.layers[-1](h, context).to(x.dtype).unflatten(1, (-1, self.outputs))
+            x = self.activation(layer(x, context))
+        return x
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        return self.layers[-1](self._below(x, context), context).to(x.dtype).unflatten(1, (-1, self.outputs))
+
+    def columns(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """`forward` with the batch last: (batch, inputs) -> (targets, outputs, batch)."""
+        last = cast("MaskedLinear", self.layers[-1])
+        return last.columns(self._below(x, context), context).to(x.dtype).unflatten(0, (-1, self.outputs))
 
 
 class MADE(MaskedMLP):

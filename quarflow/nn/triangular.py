@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from quarflow.checks import check_choice, check_count, check_sigma
+from quarflow.checks import check_choice, check_count, check_layers, check_sigma
 from quarflow.kernels import triangular as fast
 from quarflow.kernels import usable
 from quarflow.nn.activations import Activation
@@ -109,7 +109,8 @@ def carry(
     ``stairs``, for each layer `quarflow.nn.masks.panels` of its mask, say what a faster form need not multiply.
 
     Shapes: ``x`` (features, batch); for each layer a weight (features * out, features * in), diagonal blocks
-    (features, out, in) and an offset (features * out, batch or 1) -> (features, batch), (features, batch).
+    (features, out, in) and an offset (features * out, batch or 1) -> (features, batch), (features, batch). Where
+    weights are diagonal blocks alone, they have their shape, and values and offsets (features, units, batch).
 
     >>> half = torch.full((1, 1), 0.5)
     >>> carry(torch.ones(1, 2), [half], [half[None]], [half], [])
@@ -117,16 +118,17 @@ def carry(
     """
     features = len(blocks[0])
     value, delta = x, x.new_ones(features, 1, 1) if delta is None else delta
+    product = torch.addmm if x.ndim == 2 else torch.baddbmm
     for weight, block, offset, act in zip(weights, blocks, offsets, [*activations, None], strict=True):
-        h = torch.addmm(offset, weight, value)
+        h = product(offset, weight, value)
         with without_autocast(x):
             # The diagonal keeps the dtype of x under autocast: it is 1/D of the work and all of the log-det.
             delta = block @ delta
             if act is not None:
-                groups, slope = act(h.unflatten(0, (features, -1)))
+                value, slope = act(h.view(features, -1, x.shape[-1]))
                 delta = delta.repeat(1, act.width, 1) * slope
-                value = groups.flatten(0, 1)
-    return h, delta.squeeze(1).expand(features, x.shape[1])
+                value = value.flatten(0, 1) if x.ndim == 2 else value
+    return h, delta.squeeze(1).expand(features, x.shape[-1])
 
 
 def network(
@@ -172,7 +174,8 @@ def scale_rows(weight: Tensor, blocks: Tensor, scale: Tensor) -> tuple[Tensor, T
             [3.]])
     """
     scale = scale.expand(len(blocks))[:, None, None]
-    return (weight.unflatten(0, (len(blocks), -1)) * scale).flatten(0, 1), blocks * scale
+    scaled = blocks * scale
+    return scaled if weight is blocks else (weight.unflatten(0, (len(blocks), -1)) * scale).flatten(0, 1), scaled
 
 
 class BoundedNet(nn.Module):
@@ -180,7 +183,7 @@ class BoundedNet(nn.Module):
 
     Args:
         features: number of groups of units.
-        layers: of `TriangularLinear`, the last with one live row for each group.
+        layers: of `TriangularLinear`, or of what has its `matrices`; the last with one live row for each group.
         activations: between them.
         opening: activation before the first layer, if there is one.
         lipschitz, sigma, trick, bound: as in `TriangularNet`.
@@ -194,7 +197,7 @@ class BoundedNet(nn.Module):
     def __init__(
         self,
         features: int,
-        layers: Iterable[TriangularLinear],
+        layers: Iterable[nn.Module],
         activations: Iterable[Activation],
         opening: Activation | None,
         lipschitz: str,
@@ -256,10 +259,10 @@ class BoundedNet(nn.Module):
     def _run(
         self, x: Tensor, offsets: Sequence[Tensor], delta: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Values and diagonal of the layers at ``x`` (rows, batch): by the kernel where it may run."""
+        """Values and diagonal of the layers at ``x``, as in `carry`: by the kernel where it may run."""
         layers, activations = self._layers(), self._activations()
         stairs = [layer.panels for layer in layers]
-        if self.bound == "paths" and self._fused(x):
+        if self.bound == "paths" and x.ndim == 2 and self._fused(x):
             weights, masks = [layer.weight for layer in layers], [layer.mask for layer in layers]
             settings = activations, self.sigma, self.lipschitz == "diagonal", self.features
             live = [layer.live for layer in layers]
@@ -268,12 +271,12 @@ class BoundedNet(nn.Module):
             matrices = self.matrices()
         return (fast.carry if self._fused(x) else carry)(x, *matrices, offsets, activations, delta, stairs)
 
-    def _prepared(self, offsets: Sequence[Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def _prepared(self) -> Callable[..., tuple[Tensor, Tensor]]:
         """`_run` without gradients at the weights of now."""
         (weights, blocks), activations = self.matrices(), self._activations()
         stairs = [layer.panels for layer in self._layers()]
 
-        def run(x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        def run(x: Tensor, offsets: Sequence[Tensor], delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
             return (fast.carry if self._fused(x) else carry)(x, weights, blocks, offsets, activations, delta, stairs)
 
         return run
@@ -326,10 +329,7 @@ class TriangularNet(BoundedNet):
     ) -> None:
         check_count("features", features)
         check_count("context", context, least=0)
-        if not isinstance(hidden, Sequence) or isinstance(hidden, str) or not hidden:
-            raise ValueError(f"hidden: expected units for each hidden layer, such as (64, 64); got {hidden!r}.")
-        for units in hidden:
-            check_count("hidden", units)
+        check_layers("hidden", hidden, (64, 64))
         activations = [make_activation(activation) for _ in hidden]
         outputs = [units * a.width for units, a in zip(hidden, activations, strict=True)]
         layers = [
@@ -346,10 +346,10 @@ class TriangularNet(BoundedNet):
     @torch.no_grad()
     def prepare(self, context: Tensor | None = None) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         """`forward` without gradients at one context, for solvers: what does not depend on ``x`` is done once."""
-        run = self._prepared(self._offsets(context))
+        run, offsets = self._prepared(), self._offsets(context)
 
         def evaluate(x: Tensor) -> tuple[Tensor, Tensor]:
-            value, diagonal = run(x.mT)
+            value, diagonal = run(x.mT, offsets)
             return value.mT.to(x.dtype), diagonal.mT
 
         return evaluate

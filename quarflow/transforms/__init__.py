@@ -9,7 +9,7 @@ from quarflow.transforms.elementwise import ActNorm, Affine, Asinh, Logit, Sigmo
 from quarflow.transforms.mixing import LULinear, Permutation, Reverse, Whiten
 from quarflow.transforms.planar import Planar, Radial, Sylvester
 from quarflow.transforms.reshape import MultiScale, Reshape, Squeeze
-from quarflow.transforms.residual import Residual
+from quarflow.transforms.residual import ConditionedResidual, Residual
 
 __all__ = [
     "BNAF",
@@ -19,6 +19,7 @@ __all__ = [
     "AffineCoupling",
     "Asinh",
     "Chain",
+    "ConditionedResidual",
     "Dequantisation",
     "Inverse",
     "LULinear",

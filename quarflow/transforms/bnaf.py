@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from quarflow.checks import check_count
+from quarflow.checks import check_count, check_layers
 from quarflow.nn.masks import ranks, triangular_mask
 from quarflow.nn.triangular import diagonal_blocks, without_autocast
 from quarflow.solvers import conditioned, follow, solve_increasing
@@ -114,12 +114,7 @@ class BNAF(Transform):
         super().__init__()
         check_count("features", features)
         check_count("context", context, least=0)
-        if not isinstance(hidden, Sequence) or isinstance(hidden, str) or not hidden:
-            raise ValueError(
-                f"hidden: expected units per coordinate of each hidden layer, such as (16, 16); got {hidden!r}."
-            )
-        for units in hidden:
-            check_count("hidden", units)
+        check_layers("hidden", hidden, (16, 16))
         self.features = features
         self.layers = nn.ModuleList(
             PositiveBlockLinear(features, read, write, context)

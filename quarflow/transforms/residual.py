@@ -1,7 +1,8 @@
-"""The residual block ``z = x + F(x)``."""
+"""The residual block ``z = x + F(x)``, and the one whose ``F`` hears of the coordinates before."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quarflow.logdet import DiagonalLogDet
+from quarflow.nn.conditioned import ConditionedNet, Parts
 from quarflow.solvers import Network, Newton, Solution, Solver, conditioned, implicit
 from quarflow.transforms.base import Transform
 
@@ -82,6 +84,74 @@ class Residual(Transform):
     def inverse_given(self, z: Tensor, x: Tensor, known: Tensor, context: Tensor | None = None) -> Tensor:
         # The block that leaves what is known as it is: the solver starts with it, and finds it solved.
         return self.solve(torch.where(known, x, z), context, known).check(self.solver.advice).x
+
+
+class ConditionedResidual(Transform):
+    """``z_i = exp(a_i) (x_i + F_i(x_i; h_i)) + t_i``, with ``a_i, t_i, h_i`` any functions of ``x_<i`` and context.
+
+        ladj = sum_i a_i + log(1 + d_i),        d_i = dF_i/dx_i
+
+    Only the one-dimensional ``F_i`` is bounded, ``|d_i| <= sigma``: given what is before it, each ``z_i`` increases
+    with ``x_i``. The inverse solves ``x_i + F_i = (z_i - t_i) exp(-a_i)``, a triangular system with the slopes of a
+    residual block, by the same solvers.
+
+    Args:
+        net: ``net(x, context) -> (F, d, a, t)``, as `quarflow.nn.conditioned.ConditionedNet`.
+        solver: of the inverse.
+
+    >>> from quarflow.nn.conditioned import ConditionedNet
+    >>> block = ConditionedResidual(ConditionedNet(2, hidden=(8,)))
+    >>> x = torch.randn(5, 2)
+    >>> z, ladj = block(x)
+    >>> bool((block.inverse(z)[0] - x).abs().max() < 1e-4)
+    True
+    """
+
+    triangular = True
+
+    def __init__(self, net: ConditionedNet, solver: Solver | None = None) -> None:
+        super().__init__()
+        self.net = net
+        self.solver: Solver = Newton() if solver is None else solver
+
+    def log_slopes(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        value, diagonal, a, t = self.net(x, context)
+        return torch.addcmul(t, a.exp(), x + value), a + torch.log1p(diagonal)
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        z, slopes = self.log_slopes(x, context)
+        return z, slopes.sum(1)
+
+    def solve(
+        self, z: Tensor, context: Tensor | None = None, x: Tensor | None = None, known: Tensor | None = None
+    ) -> Solution:
+        """The inverse with its statistics, ``x`` where ``known``; residuals are of ``x + F = (z - t) exp(-a)``."""
+        net, target = _equation(self.net.prepare(context), z), torch.zeros_like(z)
+        if x is not None and known is not None:
+            net, target = _held(net, known), torch.where(known, x, target)
+        with torch.no_grad():
+            return self.solver(net, target, self.net.sigma)
+
+    @conditioned
+    def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        solution = self.solve(z, context).check(self.solver.advice)
+        x = solution.x
+        if torch.is_grad_enabled():
+            x = implicit(_equation(lambda x: self.net(x, context), z), solution, torch.zeros_like(z))
+        return x, -self.log_slopes(x, context)[1].sum(1)
+
+    def inverse_given(self, z: Tensor, x: Tensor, known: Tensor, context: Tensor | None = None) -> Tensor:
+        return self.solve(z, context, x, known).check(self.solver.advice).x
+
+
+def _equation(net: Callable[[Tensor], Parts], z: Tensor) -> Network:
+    """``G(x) = F - (z - t) exp(-a)``, with the diagonal of ``F``: ``x + G(x) = 0`` at the inverse of ``z``."""
+
+    def equation(x: Tensor) -> tuple[Tensor, Tensor | None]:
+        value, diagonal, a, t = net(x)
+        return value - (z - t) * (-a).exp(), diagonal
+
+    return equation
 
 
 def _held(net: Network, known: Tensor) -> Network:
