@@ -1,4 +1,4 @@
-"""All benchmarks, one after the other, then the tables of README.md: ``python -m benchmarks``.
+"""All benchmarks but the `LONG` ones, in turn, then the tables of README.md: ``python -m benchmarks``.
 
 ``python -m benchmarks --tables`` only writes the tables, from the results that are there.
 """
@@ -14,7 +14,8 @@ from typing import Any
 
 from benchmarks.harness import RESULTS, ROOT, load
 
-NAMES = ("import_time", "vectors_cpu", "residual_cost", "inverse", "scaling")
+NAMES = ("import_time", "vectors_cpu", "residual_cost", "inverse", "scaling", "tabular")
+LONG = ("tabular",)  # hours, and files that the repository does not hold
 README = Path(__file__).resolve().parent / "README.md"
 MARK = "<!-- tables: written by `python -m benchmarks --tables` -->"
 
@@ -51,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tables", action="store_true", help="measure nothing")
     if not parser.parse_args().tables:
-        for name in NAMES:
+        for name in sorted(set(NAMES) - set(LONG), key=NAMES.index):
             subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], cwd=ROOT, check=True)
     README.write_text(with_tables(README.read_text()))
 

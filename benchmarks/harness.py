@@ -160,9 +160,14 @@ def commit() -> str | None:
         return None
 
 
-def start(description: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line of every benchmark; one thread, and the same random numbers, from here on."""
+def start(
+    description: str | None,
+    arguments: Sequence[str] | None,
+    extend: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+) -> argparse.Namespace:
+    """The command line of every benchmark, and what one adds; one thread, the same random numbers, from here on."""
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    extend(parser)
     parser.add_argument("--quick", action="store_true", help="tiny sizes and few rounds: does it run at all?")
     parser.add_argument("--out", type=Path, help="folder of the result (default: benchmarks/results)")
     options = parser.parse_args(arguments)
