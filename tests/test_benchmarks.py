@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import __main__ as everything  # noqa: E402
-from benchmarks import harness, scaling  # noqa: E402
+from benchmarks import harness, scaling, tabular  # noqa: E402
 
 KEYS = {
     "benchmark",
@@ -92,6 +93,80 @@ def test_residual_cost(tmp_path, capsys):
     assert rows["our residual flow"]["hidden"] == rows["normflows residual"]["hidden"] == [16, 16]
     assert all(row["transforms"] == 3 for row in rows.values())
     assert rows["QuAR"]["train_ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+
+
+def test_tabular(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("zuko")
+    pytest.importorskip("sklearn")
+    rows = quick("tabular", tmp_path, capsys)["rows"]
+    assert [row["model"] for row in rows] == list(tabular.MODELS)
+    for row in rows:
+        assert row["test_nats"] == pytest.approx(sum(row["nats"]) / 2)
+        assert row["test_nats_se"] == pytest.approx(abs(row["nats"][0] - row["nats"][1]) / 2)
+        assert row["rows"] == 142  # of 178: 18 for validation, 18 for the test
+        assert row["seconds"] > 0
+    # What is there is not measured again, and not mixed with what other settings give.
+    monkeypatch.setattr(tabular, "measure", None)
+    tabular.main(["--quick", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="other settings"):
+        tabular.main(["--out", str(tmp_path), "--seconds", "1"])
+    assert harness.load(tmp_path / "tabular.json")["rows"] == rows
+
+
+def power_file(folder, rows=200):
+    counts = np.random.default_rng(0).integers(0, 100, (rows, 8)).astype(np.int16)
+    np.savez(folder / "power.npz", q=counts, scale=np.array([1000, 1000, 100, 10, 1, 1, 1, 1]))
+    return counts
+
+
+def test_tabular_power_by_its_protocol(tmp_path, capsys):
+    counts = power_file(tmp_path)
+    data = tabular.power(tmp_path)
+    assert [len(part) for part in (data.train, data.validation, data.test)] == [162, 18, 20]
+    known = torch.cat([data.train, data.validation]).double()
+    assert torch.allclose(known.mean(0), torch.zeros(6, dtype=torch.float64), atol=1e-6)
+    assert torch.allclose(known.std(0, correction=0), torch.ones(6, dtype=torch.float64), atol=1e-6)
+    # The sub-meterings, back in their unit and rounded down, are those of the file, in the order of the generator.
+    order = np.arange(200)
+    np.random.RandomState(42).shuffle(order)
+    rank = torch.cat([data.train, data.validation, data.test])[:, 2].argsort().argsort()
+    noisy = torch.from_numpy(counts[order, 4].astype(float))
+    assert all(rank[i] < rank[j] for i in range(50) for j in range(50) if noisy[i] < noisy[j])
+
+    command = ["--quick", "--out", str(tmp_path), "--data", str(tmp_path), "--power", "--variants", "conditioned"]
+    command += ["--steps", "4", "--batch", "16"]
+    with pytest.raises(SystemExit, match="goes on from"):
+        tabular.main([*command, "--minutes", "0"])
+    assert (tmp_path / "power" / "conditioned.training").exists()
+    tabular.main(command)
+    (row,) = harness.load(tmp_path / "tabular.json")["power_gpu"]
+    assert row["steps"] == 4
+    assert row["validation_nats"] is not None
+    assert "POWER, all rows" in capsys.readouterr().out
+
+
+def test_tables_without_their_folder_say_so(tmp_path):
+    with pytest.raises(FileNotFoundError, match="--data or the variable QUARFLOW_TABLES"):
+        tabular.TABLES["protein"](tmp_path)
+
+
+def test_noise_keeps_the_order_of_columns_and_fills_their_steps():
+    x = np.stack([np.arange(2000) % 7 * 2.0, np.linspace(0, 1, 2000)], 1)
+    noisy = tabular.continuous(x)
+    assert torch.equal(noisy[:, 1], torch.from_numpy(x[:, 1]))  # nothing is repeated there
+    added = noisy[:, 0] - torch.from_numpy(x[:, 0])
+    assert added.min() >= 0
+    assert 1.99 < added.max() < 2
+    assert len(noisy[:, 0].unique()) == 2000
+    assert torch.equal(noisy, tabular.continuous(x))
+
+
+def test_a_kernel_density_is_a_density():
+    torch.manual_seed(0)
+    centres = torch.randn(20, 2)
+    axis = torch.linspace(-8, 8, 161)
+    total = tabular.kernel_log_prob(centres, torch.cartesian_prod(axis, axis), [0.5, 1.0]).exp().sum(1) * 0.01
+    assert torch.allclose(total, torch.ones(2), atol=1e-4)
 
 
 def test_ratio_is_round_by_round():
