@@ -16,6 +16,7 @@ from quarflow.solvers import Newton
 D = 4
 MODELS = {
     "quar": {"blocks": 3, "hidden": (6, 6), "activation": "sine"},
+    "conditioned": {"block": "conditioned", "blocks": 2, "hidden": (6,), "conditioner": (8,), "activation": "sine"},
     "maf": {"blocks": 2, "hidden": (8,), "activation": "tanh", "base": "location-scale"},
     "bnaf": {"blocks": 1, "hidden": (4,)},
     "iaf": {"blocks": 1, "hidden": (4,), "activation": "tanh"},
@@ -25,7 +26,8 @@ MODELS = {
 def model(name: str, context: int = 0, features: int = D, **options: object) -> qf.Flow:
     """In one order, with random weights, in float64."""
     torch.manual_seed(0)
-    flow = getattr(qf.models, name)(features, context, mixing=None, **MODELS[name] | options)
+    make = getattr(qf.models, name, qf.models.quar)
+    flow = make(features, context, mixing=None, **MODELS[name] | options)
     return far(flow, scale=0.3).eval()
 
 
