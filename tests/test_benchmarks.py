@@ -129,9 +129,12 @@ def test_tabular_power_by_its_protocol(tmp_path, capsys):
     # The sub-meterings, back in their unit and rounded down, are those of the file, in the order of the generator.
     order = np.arange(200)
     np.random.RandomState(42).shuffle(order)
-    rank = torch.cat([data.train, data.validation, data.test])[:, 2].argsort().argsort()
-    noisy = torch.from_numpy(counts[order, 4].astype(float))
-    assert all(rank[i] < rank[j] for i in range(50) for j in range(50) if noisy[i] < noisy[j])
+    rows = torch.cat([data.train, data.validation, data.test])
+    rank = rows[:, 2].argsort().argsort()
+    whole = torch.from_numpy(counts[order, 4].astype(float))
+    assert all(rank[i] < rank[j] for i in range(50) for j in range(50) if whole[i] < whole[j])
+    minutes = np.unique(counts[:, 7])
+    assert [len(column.unique()) for column in rows.T] == [200, 200, 200, 200, 200, len(minutes)]
 
     command = ["--quick", "--out", str(tmp_path), "--data", str(tmp_path), "--power", "--variants", "conditioned"]
     command += ["--steps", "4", "--batch", "16"]
