@@ -136,6 +136,17 @@ class TableFlow(Flow):
         """(numbers + labels,)."""
         return torch.Size((len(self.schema.numbers) + len(self.schema.labels),))
 
+    @property
+    def triangular(self) -> bool:
+        """Not as a whole: labels come first, and steps of numbers are averaged over."""
+        return False
+
+    def _check_triangular(self) -> None:
+        raise ValueError(
+            "flow: expected one of tensors; a TableFlow has labels and steps beside its numbers. Fit a table with the "
+            "columns that are given as context."
+        )
+
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         numbers, codes, known = self._parts(x, context)
         log_p = self.labels(codes, self._label_context(len(x), context)) - self.log_unit

@@ -136,6 +136,14 @@ def test_heavy_tails():
     assert Schema.of(as_table({"a": values[:60]}), tails=True).numbers[0].heavy
 
 
+def test_a_tables_flow_has_no_one_order():
+    flow = make({"a": [0.1, 0.5, 2.5], "b": [1.25, 0.75, 0.5]})
+    with pytest.raises(ValueError, match="given as context"):
+        flow.sample_given(3, torch.zeros(1))
+    with pytest.raises(ValueError, match="given as context"):
+        flow.log_prob_terms(torch.zeros(1, 2))
+
+
 def test_context_is_given_not_modelled():
     table = {"year": [2001, 2002, 2003, 2004], "kind": ["u", "v", "v", "u"], "size": [1.5, 2.5, 2.0, 1.0]}
     flow = make(table, context=["year", "kind"])

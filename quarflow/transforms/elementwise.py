@@ -194,6 +194,7 @@ class Support(Transform):
     (tensor([[3., 0.]]), tensor([1.3863]))
     """
 
+    triangular = True
     below: Tensor
     above: Tensor
 
@@ -206,11 +207,15 @@ class Support(Transform):
         self.register_buffer("below", torch.tensor([s in ("positive", "unit") for s in supports], dtype=torch.bool))
         self.register_buffer("above", torch.tensor([s in ("negative", "unit") for s in supports], dtype=torch.bool))
 
-    def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def log_slopes(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         # A side without an edge is at distance 1, whose logarithm is zero.
         low = torch.where(self.below, x, 1).log()
         high = torch.where(self.above, self.below.to(x) - x, 1).log()
-        return torch.where(self.below | self.above, low - high, x), -(low + high).sum(1)
+        return torch.where(self.below | self.above, low - high, x), -(low + high)
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        z, slopes = self.log_slopes(x)
+        return z, slopes.sum(1)
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         unit = self.below & self.above
@@ -231,17 +236,22 @@ class Asinh(Transform):
     (tensor([[0.8814, 1.0000]]), tensor([-0.3466]))
     """
 
+    triangular = True
     columns: Tensor
 
     def __init__(self, columns: Sequence[bool]) -> None:
         super().__init__()
         self.register_buffer("columns", torch.tensor(columns, dtype=torch.bool))
 
-    def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def log_slopes(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         bent = torch.where(self.columns, x, 0)
         # log dz/dx = -log(1 + x^2) / 2 by hypot, which does not overflow.
         slope = torch.hypot(bent, torch.ones_like(bent)).log()
-        return torch.where(self.columns, torch.asinh(bent), x), -slope.sum(1)
+        return torch.where(self.columns, torch.asinh(bent), x), -slope
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        z, slopes = self.log_slopes(x)
+        return z, slopes.sum(1)
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         bent = torch.where(self.columns, z, 0)

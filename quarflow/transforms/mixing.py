@@ -134,6 +134,7 @@ class Whiten(Transform):
     True
     """
 
+    triangular = True
     mean: Tensor
     log_scale: Tensor
     lower: Tensor
@@ -150,6 +151,9 @@ class Whiten(Transform):
         y = x - self.mean
         z = self.log_scale.exp() * (y + y @ self.lower.tril(-1).mT)
         return z, self.log_scale.sum().expand(len(x))
+
+    def log_slopes(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.forward(x)[0], self.log_scale.expand_as(x)
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         y = ((-self.log_scale).exp() * z).mT
