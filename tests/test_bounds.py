@@ -78,6 +78,12 @@ def test_activation_contract(name: str) -> None:
         for got, wanted in zip(fast, (value, slope, curve), strict=True):
             assert torch.allclose(got, wanted, rtol=1e-12, atol=1e-12)
         assert act.curves(smooth / act.unit, False)[2] is None
+        if act.recall is not None:
+            value, s, curve = act.curves(smooth / act.unit, True)
+            u = torch.linspace(-2, 2, s.numel(), dtype=s.dtype).view_as(s)
+            again = act.recall(value, act.times_slope(u, s))
+            assert torch.equal(again[0], s)
+            assert torch.equal(again[1], curve * u)
 
 
 def options() -> list[tuple[str, str, bool]]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from registry import data
 from torch import Tensor
 
-from quarflow.kernels import usable
+from quarflow.kernels import triangular, usable
 from quarflow.nn import masks
 from quarflow.nn.activations import ACTIVATIONS
 from quarflow.nn.conditioned import ConditionedNet
+from quarflow.nn.convolution import TriangularConvNet
 from quarflow.nn.triangular import TriangularNet
 
 FAST = [name for name, kind in ACTIVATIONS.items() if kind.curves is not None]
@@ -23,7 +25,7 @@ def outputs_and_gradients(net: TriangularNet | ConditionedNet, x: Tensor, c: Ten
     value, diagonal, *others = net(x, c)
     for other in others:
         value = value + other
-    weight = torch.linspace(0.5, 1.5, x.shape[0], dtype=x.dtype)[:, None]
+    weight = torch.linspace(0.5, 1.5, x.shape[0], dtype=x.dtype).view(-1, *[1] * (x.ndim - 1))
     loss = (value.sin() * weight).sum() - (torch.log1p(diagonal) * weight).sum()
     return [value, diagonal, *torch.autograd.grad(loss, [x, *net.parameters()])]
 
@@ -54,6 +56,23 @@ def test_error_is_at_most_twice_that_of_plain_torch(name: str, monkeypatch: pyte
         assert fast <= 2 * plain, (features, context, fast, plain)
         assert relative_error(outputs_and_gradients(net.double(), x, c), truth) < 1e-12
         net.float()
+
+
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("lipschitz", ["coordinate", "network"])
+def test_autocast_costs_what_it_costs_plain_torch(name: str, lipschitz: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net = TriangularNet(5, (16, 16), 3, activation=name, lipschitz=lipschitz)
+    x, c = (t.float() for t in data(300, 5, 3))
+    monkeypatch.setenv("QUARFLOW_KERNELS", "0")
+    truth = outputs_and_gradients(net.double(), x.double(), c.double())
+    net.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = relative_error(outputs_and_gradients(net, x, c), truth)
+        monkeypatch.delenv("QUARFLOW_KERNELS")
+        found = outputs_and_gradients(net, x, c)
+    assert all(t.dtype == torch.float32 for t in found)
+    assert 1e-4 < relative_error(found, truth) <= 2 * plain
 
 
 @pytest.mark.parametrize("lipschitz", ["coordinate", "network"])
@@ -89,6 +108,29 @@ def test_panels_cover_the_mask() -> None:
         assert bool((seen[mask] == 1).all())
 
 
+@pytest.mark.parametrize("name", ["elu", "wave"])
+def test_the_form_for_gpus_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here without the code that a GPU would run, but with the graph that it would be made of."""
+    torch.manual_seed(0)
+    nets = [
+        (TriangularNet(3, (5, 4), 2, activation=name).double(), *data(20, 3, 2)),
+        (TriangularConvNet(2, hidden=8, activation=name).double(), torch.randn(3, 2, 4, 4).double(), None),
+    ]
+    for net, x, c in nets:
+        plain = outputs_and_gradients(net, x, c)
+        with monkeypatch.context() as patched, torch.no_grad():
+            triangular._fused.cache_clear()
+            patched.setattr(triangular, "_fuses", lambda numel, x: True)
+            patched.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+            with torch.enable_grad():
+                fused = outputs_and_gradients(net, x, c)
+            alone = net(x, c)
+        triangular._fused.cache_clear()
+        torch._dynamo.reset()
+        assert relative_error(fused, plain) < 1e-13
+        assert relative_error(alone, plain[:2]) < 1e-13
+
+
 @pytest.mark.parametrize("kind", [TriangularNet, ConditionedNet])
 def test_second_derivatives(kind: type[TriangularNet | ConditionedNet]) -> None:
     torch.manual_seed(0)
@@ -100,8 +142,6 @@ def test_second_derivatives(kind: type[TriangularNet | ConditionedNet]) -> None:
 def test_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(1, 1)
     assert usable(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert not usable(x)
     seen: list[bool] = []
     torch.func.vmap(lambda x: (seen.append(usable(x)), x)[1])(x)
     assert seen == [False]

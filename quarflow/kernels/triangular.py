@@ -2,22 +2,29 @@
 
 Autograd would keep and revisit every factor of ``delta' = phi'(h) W delta``. Here the forward pass leaves, for each
 layer, the value ``a``, the diagonal ``delta``, what stands for the slope ``phi'(h)``, and ``phi''(h) W delta``, in the
-units of the activation, with which the backward pass is two products for each layer:
+units of the activation (ELU's last two follow from the first two), with which the backward pass is two products for
+each layer. Where hidden values are many and on a GPU, what happens between products is compiled, one pass each:
 
     g_h = g_a phi'(h) + g_delta phi''(h) W delta_before,      g_u = g_delta phi'(h)      (u = W delta_before)
 
 The bound of the paths, ``p_l = |W_l| p_{l-1}``, and the scale ``sigma / (theta + p_L)`` are differentiated likewise.
+
+Under `torch.autocast` everything between the layers, the diagonal too, is in its dtype; bound, scale, gradients of
+parameters and what goes in and out keep theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
+from torch.utils._triton import has_triton
 
+from quarflow.kernels import products_dtype
 from quarflow.nn.activations import Activation
 from quarflow.nn.bounds import floor, safety
 from quarflow.nn.masks import WHOLE, Live, Panels
@@ -39,12 +46,14 @@ def network(
 ) -> tuple[Tensor, Tensor]:
     """As `quarflow.nn.triangular.network`; every activation must have ``curves`` and a width of one."""
     live = [WHOLE] * len(weights) if live is None else live
-    settings = (activations, masks, sigma, shared, features, theta is not None, delta is not None, live, _on(x, stairs))
+    dtype, stairs = products_dtype(x), _on(x, stairs)
+    settings = (activations, masks, sigma, shared, features, theta is not None, delta is not None, live, stairs, dtype)
     theta = x.new_zeros(features) if theta is None else theta
     arrays = [x, theta, x if delta is None else delta, *weights, *offsets]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in arrays):
-        return _Network.apply(settings, *arrays)
-    return _forward(settings, arrays, keep=False)[:2]
+    with torch.autocast(x.device.type, enabled=False):  # what is cast is said below
+        if torch.is_grad_enabled() and any(t.requires_grad for t in arrays):
+            return _Network.apply(settings, *arrays)
+        return _forward(settings, arrays, keep=False)[:2]
 
 
 def _blocks(weight: Tensor, features: int, live: Live) -> Tensor:
@@ -57,11 +66,11 @@ def _blocks(weight: Tensor, features: int, live: Live) -> Tensor:
 
 def _by_row(scale: Tensor, weight: Tensor) -> Tensor:
     """A number for each coordinate as one for each row of the last layer: (rows, 1)."""
-    return (scale if len(scale) == len(weight) else scale.repeat_interleave(len(weight) // len(scale)))[:, None]
+    return scale[:, None].expand(-1, len(weight) // len(scale)).reshape(-1, 1)
 
 
 def _forward(settings: Any, arrays: Sequence[Tensor], keep: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-    activations, masks, sigma, shared, features, trick, opened, live, stairs = settings
+    activations, masks, sigma, shared, features, trick, opened, live, stairs, dtype = settings
     x, theta, delta, *rest = arrays
     weights, offsets = rest[: len(masks)], rest[len(masks) :]
     blocks = [_blocks(w, features, part) for w, part in zip(weights, live, strict=True)]
@@ -74,8 +83,18 @@ def _forward(settings: Any, arrays: Sequence[Tensor], keep: bool) -> tuple[Tenso
     masked = [w * m for w, m in zip(weights, masks, strict=True)]
     last = masked[-1] * _by_row(scale, masked[-1]), blocks[-1] * scale[:, None, None]
     scaled = [*masked[:-1], last[0]], [*blocks[:-1], last[1]]
-    value, diagonal, kept = _carry(x, *scaled, offsets, activations, keep, delta if opened else None, stairs)
-    return value, diagonal, [scale, *steepest, *scaled[0], last[1], *kept] if keep else []
+    x, scaled_weights, scaled_blocks, offsets, delta = _cast(dtype, x, *scaled, offsets, delta if opened else None)
+    value, diagonal, kept = _carry(x, scaled_weights, scaled_blocks, offsets, activations, keep, delta, stairs)
+    value, diagonal = value.to(theta.dtype), diagonal.to(theta.dtype)
+    return value, diagonal, [scale, *steepest, *scaled_weights, scaled_blocks[-1], *kept] if keep else []
+
+
+def _cast(dtype: torch.dtype, *arrays: Any) -> Any:
+    """Tensors of one dtype, lists of them and None, in another dtype."""
+    tensors = (a[0] if isinstance(a, Sequence) else a for a in arrays if a is not None)
+    if next(tensors).dtype == dtype:
+        return arrays
+    return [[t.to(dtype) for t in a] if isinstance(a, Sequence) else a if a is None else a.to(dtype) for a in arrays]
 
 
 def carry(
@@ -88,10 +107,14 @@ def carry(
     stairs: Sequence[Panels] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `quarflow.nn.triangular.carry`; every activation must have ``curves``."""
-    arrays, stairs = [x, x if delta is None else delta, *weights, *blocks, *offsets], _on(x, stairs)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in arrays):
-        return _Carry.apply((activations, delta is not None, stairs), *arrays)
-    return _carry(x, weights, blocks, offsets, activations, False, delta, stairs)[:2]
+    dtype, stairs = products_dtype(x), _on(x, stairs)
+    arrays = [x, x if delta is None else delta, *weights, *blocks, *offsets]
+    with torch.autocast(x.device.type, enabled=False):
+        if torch.is_grad_enabled() and any(t.requires_grad for t in arrays):
+            return _Carry.apply((activations, delta is not None, stairs, dtype), *arrays)
+        a, weights, blocks, offsets, delta = _cast(dtype, x, weights, blocks, offsets, delta)
+        value, diagonal, _ = _carry(a, weights, blocks, offsets, activations, False, delta, stairs)
+    return value.to(x.dtype), diagonal.to(x.dtype)
 
 
 def _on(x: Tensor, stairs: Sequence[Panels] | None) -> Sequence[Panels] | None:
@@ -130,6 +153,44 @@ def _outer_product(g: Tensor, a: Tensor, panels: Panels) -> Tensor:
     return out
 
 
+# What is done to hidden values between two products.
+
+
+def _activate(act: Activation, h: Tensor, u: Tensor, keep: bool) -> tuple[Tensor, ...]:
+    """``phi(h)``, ``phi'(h) u``, and what `_differentiate` needs beside them; ``h`` may be overwritten."""
+    value, s, curve = act.curves(h, keep and act.recall is None)
+    if curve is None:
+        return value, act.times_slope(u, s, out=s)
+    return value, act.times_slope(u, s), s, torch.mul(curve, u, out=None if curve is value else curve)
+
+
+def _differentiate(act: Activation, g: Tensor, g_delta: Tensor, value: Tensor, delta: Tensor, *more: Tensor) -> Any:
+    """``(g_h, g_u)`` from the gradients of what `_activate` gave; both may be overwritten."""
+    s, curve = more or act.recall(value, delta)
+    g = act.times_slope(g, s, out=g).addcmul_(g_delta, curve, value=act.bend)
+    return g, act.times_slope(g_delta, s, out=g_delta)
+
+
+@cache
+def _fused(kind: type[Activation], what: str, keep: bool) -> Callable[..., tuple[Tensor, ...]]:
+    """`_activate` (with the offset of ``h``) or `_differentiate`, compiled: each value is read and written once."""
+    act = kind()  # activations with `curves` have no parameters
+
+    def activate(h: Tensor, offset: Tensor, u: Tensor) -> tuple[Tensor, ...]:
+        return _activate(act, h + offset, u, keep)
+
+    def differentiate(g: Tensor, g_delta: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = _differentiate(act, g + 0, g_delta + 0, *rest)  # in place of copies
+        return found
+
+    return torch.compile(activate if what == "activate" else differentiate, dynamic=True)
+
+
+def _fuses(numel: int, x: Tensor) -> bool:
+    """On a GPU, where there are so many hidden values that passes over memory are what costs."""
+    return x.is_cuda and numel >= 2**20 and has_triton()
+
+
 def _carry(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -146,16 +207,17 @@ def _carry(
     kept: list[Tensor] = []
     for weight, block, offset, act, panels in zip(weights, blocks, offsets, activations, stairs, strict=False):
         # ``unit * a`` is the value before, and ``act.unit * h`` the one here.
-        h = _product(weight, a, offset, 1 / act.unit, unit / act.unit, panels).view(features, -1, batch)
         u = block if delta is None else torch.bmm(block, delta)
-        value, s, curve = act.curves(h, keep)
-        if keep:
-            delta = act.times_slope(u, s)
-            curve = torch.mul(curve, u, out=None if curve is value else curve)
-            kept += [value.flatten(0, 1) if x.ndim == 2 else value, delta, s, curve]
+        fuses = _fuses(weight.shape[:-1].numel() * batch, x)
+        h = _product(weight, a, offset, 0 if fuses else 1 / act.unit, unit / act.unit, panels)
+        if fuses:
+            arrays = h, offset / act.unit, u.expand(-1, -1, batch)
+            found = _fused(cast("Any", type(act)), "activate", keep)(*(t.flatten(0, -2) for t in arrays))
         else:
-            delta = act.times_slope(u, s, out=s)
-        a, unit = value.flatten(0, 1) if x.ndim == 2 else value, act.unit
+            found = _activate(act, h.view(features, -1, batch), u, keep)
+        a, unit = found[0].view(h.shape), act.unit
+        delta, *more = (t.view(features, -1, batch) for t in found[1:])
+        kept += [a, delta, *more] if keep else []
     value = _product(weights[-1], a, offsets[-1], 1.0, unit, stairs[-1])
     return value, torch.bmm(blocks[-1], cast("Tensor", delta)).squeeze(1), kept
 
@@ -181,15 +243,19 @@ def _carry_backward(
     g_offsets: list[Tensor] = [x] * layers
     for i in range(layers - 1, 0, -1):
         act = activations[i - 1]
-        a, before, s, curve = kept[4 * i - 4 : 4 * i]
+        a, before, *more = kept[-2 if act.recall else -4 :]
+        kept = kept[: -2 if act.recall else -4]
         g_offsets[i] = _as_offset(g, offsets[i])
         g_weights[i] = _outer_product(g, a, stairs[i]).mul_(act.unit)
         g_blocks[i] = torch.bmm(g_u, before.mT)
         # The last layer's is an outer product.
         g_delta = blocks[i].mT * g_u if i == layers - 1 else torch.bmm(blocks[i].mT, g_u)
-        g = act.times_slope(back := _transposed_product(weights[i], g, stairs[i]).view_as(s), s, out=back)
-        g = g.addcmul_(g_delta, curve, value=act.bend).view_as(a)
-        g_u = act.times_slope(g_delta, s, out=g_delta)
+        arrays = _transposed_product(weights[i], g, stairs[i]), g_delta, a, before, *more
+        if _fuses(a.numel(), x):
+            found = _fused(cast("Any", type(act)), "differentiate", True)(*(t.flatten(0, -2) for t in arrays))
+        else:
+            found = _differentiate(act, *(t.view_as(before) for t in arrays))
+        g, g_u = found[0].view_as(a), found[1].view_as(before)
     g_offsets[0] = _as_offset(g, offsets[0])
     g_weights[0] = _outer_product(g, x, stairs[0])
     g_blocks[0] = g_u.sum(2, keepdim=True) if delta is None else torch.bmm(g_u, delta.mT)
@@ -205,22 +271,23 @@ def _as_offset(g: Tensor, offset: Tensor) -> Tensor:
 class _Carry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, settings: Any, *arrays: Tensor) -> tuple[Tensor, Tensor]:
-        activations, opened, stairs = settings
+        activations, opened, stairs, dtype = settings
         layers = (len(arrays) - 2) // 3
-        x, delta, *rest = arrays
+        x, delta, *rest = _cast(dtype, *arrays)
         weights, blocks, offsets = rest[:layers], rest[layers : 2 * layers], rest[2 * layers :]
         value, diagonal, kept = _carry(
             x, weights, blocks, offsets, activations, True, delta if opened else None, stairs
         )
         ctx.settings = settings
         ctx.save_for_backward(*arrays, *kept)
-        return value, diagonal
+        return value.to(arrays[0].dtype), diagonal.to(arrays[0].dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        activations, opened, stairs = ctx.settings
+        activations, opened, stairs, dtype = ctx.settings
         layers = len(activations) + 1
-        arrays, kept = ctx.saved_tensors[: 2 + 3 * layers], ctx.saved_tensors[2 + 3 * layers :]
+        saved = ctx.saved_tensors
+        arrays, kept = saved[: 2 + 3 * layers], saved[2 + 3 * layers :]
         x, delta, *rest = arrays
         weights, blocks, offsets = rest[:layers], rest[layers : 2 * layers], rest[2 * layers :]
         first = delta if opened else None
@@ -229,9 +296,10 @@ class _Carry(torch.autograd.Function):
 
             outputs = reference(x, weights, blocks, offsets, activations, first)
             return _as_autograd(ctx, outputs, arrays, gradients)
-        g_x, g_delta, *others = _carry_backward(
-            gradients, x, first, weights, blocks, offsets, activations, kept, ctx.needs_input_grad[1:3], stairs
-        )
+        g, a, first, weights, blocks, offsets = _cast(dtype, gradients, x, first, weights, blocks, offsets)
+        needed = ctx.needs_input_grad[1:3]
+        found = _carry_backward(g, a, first, weights, blocks, offsets, activations, kept, needed, stairs)
+        g_x, g_delta, *others = _cast(x.dtype, *found)
         return (None, g_x, g_delta, *(g for each in others for g in each))
 
 
@@ -245,9 +313,10 @@ class _Network(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        activations, masks, sigma, shared, features, trick, opened, live, stairs = ctx.settings
+        activations, masks, sigma, shared, features, trick, opened, live, stairs, dtype = ctx.settings
         layers = len(masks)
-        arrays, kept = ctx.saved_tensors[: 3 + 2 * layers], ctx.saved_tensors[3 + 2 * layers :]
+        saved = ctx.saved_tensors  # once: after recomputation it is there no second time
+        arrays, kept = saved[: 3 + 2 * layers], saved[3 + 2 * layers :]
         x, theta, delta, *rest = arrays
         offsets, first = rest[layers:], delta if opened else None
         if torch.is_grad_enabled():
@@ -271,9 +340,9 @@ class _Network(torch.autograd.Function):
         steepest, masked, (last, *kept) = kept[:layers], kept[layers : 2 * layers], kept[2 * layers :]
         blocks = [_blocks(w, features, part) for w, part in zip(rest[:layers], live, strict=True)]
         needed = ctx.needs_input_grad[1], ctx.needs_input_grad[3]
-        g_x, g_first, g_weights, g_blocks, g_offsets = _carry_backward(
-            gradients, x, first, masked, [*blocks[:-1], last], offsets, activations, kept, needed, stairs
-        )
+        g, a, first, offsets, scaled = _cast(dtype, gradients, x, first, offsets, [*blocks[:-1], last])
+        found = _carry_backward(g, a, first, masked, scaled, offsets, activations, kept, needed, stairs)
+        g_x, g_first, g_weights, g_blocks, g_offsets = _cast(theta.dtype, *found)
         # W_L = scale * W: what flows to the scale, and on to W through it.
         g_scale = (g_weights[-1] * rest[layers - 1] * masks[-1]).sum(1).view(features, -1).sum(1)
         g_scale = g_scale + (g_blocks[-1] * blocks[-1]).sum((1, 2))
@@ -282,9 +351,8 @@ class _Network(torch.autograd.Function):
         g_bound = g_scale * scale.square() / -sigma if sigma else torch.zeros_like(scale)
         g_theta = g_bound * torch.sigmoid(theta) if trick else None
         if shared:
-            top = torch.zeros_like(g_bound)
-            top[steepest[-1].flatten().argmax()] = g_bound.sum()
-            g_bound = top
+            top = steepest[-1].flatten().argmax(0, keepdim=True)
+            g_bound = torch.zeros_like(g_bound).scatter(0, top, g_bound.sum(0, keepdim=True))
         g_steepest = (g_bound * safety(blocks))[:, None, None]
         for i in range(layers - 1, 0, -1):
             g_blocks[i] = torch.addcmul(g_blocks[i], blocks[i].sign(), g_steepest * steepest[i - 1].mT)

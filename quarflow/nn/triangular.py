@@ -70,7 +70,7 @@ class TriangularLinear(nn.Module):
         self.features, self.in_units, self.out_units = features, in_units, out_units
         if mask is None:
             mask = triangular_mask(ranks(features, in_units), ranks(features, out_units))
-        fan_in = mask.sum(1, keepdim=True) + context
+        fan_in = (mask.sum(1, keepdim=True) + context).clamp_min(1)  # a unit may read nothing
         # As numbers: products with booleans convert them first, at every call.
         self.register_buffer("mask", mask.to(torch.get_default_dtype()), persistent=False)
         self.panels = panels(mask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -163,7 +164,7 @@ class Logit(Transform):
 
     def _log_slopes_at(self, z: Tensor) -> Tensor:
         # log dz/dx = log(1 - 2 alpha) - log y - log(1 - y), and y = sigmoid(z).
-        return torch.log1p(z.new_tensor(-2 * self.alpha)) - logsigmoid(z) - logsigmoid(-z)
+        return math.log1p(-2 * self.alpha) - logsigmoid(z) - logsigmoid(-z)
 
     def log_slopes(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         y = self.alpha + (1 - 2 * self.alpha) * x

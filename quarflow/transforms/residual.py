@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from quarflow.logdet import DiagonalLogDet
 from quarflow.nn.conditioned import ConditionedNet, Parts
@@ -41,8 +43,21 @@ class Residual(Transform):
         self.exact = bool(self.logdet.exact)
         self.triangular = isinstance(self.logdet, DiagonalLogDet) and getattr(net, "axes", None) is None
         self.sigma = float(cast("float", net.sigma))
+        self.recompute = False  # see `recomputing`
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether `forward` draws no random numbers, in training too."""
+        return self.exact and getattr(self.net, "bound", None) != "power"
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if self.recompute and torch.is_grad_enabled():
+            # Nothing random, so no state to restore: that could not go into a CUDA graph.
+            found = checkpoint(self._forward, x, context, use_reentrant=False, preserve_rng_state=False)
+            return cast("tuple[Tensor, Tensor]", found)
+        return self._forward(x, context)
+
+    def _forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         value, ladj = self.logdet(self.net, x, context)
         return x + value, ladj
 
@@ -160,3 +175,33 @@ def _held(net: Network, known: Tensor) -> Network:
         return value.masked_fill(known, 0), None if diagonal is None else diagonal.masked_fill(known, 0)
 
     return held
+
+
+@contextmanager
+def recomputing(module: nn.Module) -> Iterator[None]:
+    """Within it, residual blocks keep their inputs alone for the backward pass, which makes the rest again.
+
+    The gradients are the same, for a third more time. Blocks that draw random numbers are left as they are.
+
+    >>> from quarflow.nn.triangular import TriangularNet
+    >>> block, x = Residual(TriangularNet(2, hidden=(8,))), torch.randn(5, 2)
+    >>> with recomputing(block):
+    ...     again = torch.autograd.grad(block(x)[1].sum(), list(block.parameters()), allow_unused=True)
+    >>> once = torch.autograd.grad(block(x)[1].sum(), list(block.parameters()), allow_unused=True)
+    >>> all(a is b or torch.equal(a, b) for a, b in zip(again, once))
+    True
+    """
+    blocks = [m for m in module.modules() if isinstance(m, Residual) and m.repeatable]
+    if not blocks:
+        raise ValueError(
+            "recompute: expected a flow with residual blocks that draw no random numbers; got none. Leave it out; "
+            "estimated log-determinants have memory_saving=True instead."
+        )
+    before = [block.recompute for block in blocks]
+    try:
+        for block in blocks:
+            block.recompute = True
+        yield
+    finally:
+        for block, value in zip(blocks, before, strict=True):
+            block.recompute = value
