@@ -14,8 +14,11 @@ The metadata of a model file:
 
 from __future__ import annotations
 
+import glob
 import json
 import os
+import re
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,8 +41,11 @@ class CheckpointError(ValueError):
     """A file that cannot be what it is asked to be; the message says why, and what to do."""
 
 
-def save(flow: Flow, path: str | os.PathLike[str]) -> None:
+def save(flow: Flow, path: str | os.PathLike[str], shard_size: int | str | None = None) -> None:
     """Writes ``flow`` to one file, all or nothing: if it fails, a file that was there before is intact.
+
+    With a ``shard_size``, bytes or such as "16MiB", the tensors go into files of at most that size beside it, and
+    ``path`` becomes an index of them, which `load` takes likewise.
 
     >>> import tempfile, quarflow as qf
     >>> flow = qf.models.quar(features=2, blocks=2, hidden=(4,))
@@ -73,6 +79,7 @@ def save(flow: Flow, path: str | os.PathLike[str]) -> None:
             "dtype": str(_dtype(flow)).removeprefix("torch."),
             "torch_version": torch.__version__,
         },
+        shard_size,
     )
 
 
@@ -91,7 +98,7 @@ def load(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> Fl
             f"{path}: its header is damaged: {error!r}. Use another copy of the file."
         ) from error
     # A number too large would have the model built larger than memory before its tensors are seen not to fit.
-    if largest > os.path.getsize(path):
+    if largest > sum(map(os.path.getsize, [path, *_pieces(path)])):
         raise CheckpointError(
             f"{path}: its configuration has a size of {largest:,}, more than the file has bytes. Use another "
             "copy of the file."
@@ -113,22 +120,80 @@ def load(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> Fl
 
 
 def write_tensors(
-    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    shard_size: int | str | None = None,
 ) -> None:
-    """Writes a safetensors file, all or nothing: after an ``OSError`` the file before it is intact."""
-    from safetensors.torch import save as serialise
+    """Writes a safetensors file, all or nothing: after an ``OSError`` what was there before is intact.
 
+    With a ``shard_size`` it is several such files and an index, JSON as in libraries of large models::
+
+        {"metadata": {...}, "weight_map": {"name of a tensor": "PATH-3f2a90c1-00001-of-00004.safetensors", ...}}
+
+    The files of an index have names of their own: only when all are written does the new index take the place of the
+    old one, and then the old files go. A tensor larger than ``shard_size`` has a file to itself.
+    """
     from quarflow import __version__
 
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
         raise FileNotFoundError(f"path: the folder {target.parent} does not exist. Create it first.")
+    about = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "quarflow_version": __version__}
+    about |= dict(metadata)
+    shards = [dict(tensors)] if shard_size is None else _shards(tensors, size_in_bytes(shard_size))
+    tag, written = secrets.token_hex(4), list[Path]()
+    names = [f"{target.name}-{tag}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    try:
+        if shard_size is None:
+            _put(target, _serialised(tensors, about))
+        else:
+            for name, shard in zip(names, shards, strict=True):
+                written.append(target.with_name(name))
+                _put(written[-1], _serialised(shard, {"format": FORMAT, "format_version": str(FORMAT_VERSION)}))
+            where = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+            _put(target, json.dumps({"metadata": about, "weight_map": where}, indent=1).encode())
+    except BaseException as error:
+        for piece in written:
+            piece.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
+        kept = (
+            "the file that was there before is intact" if target.exists() else "no part of it was left behind"
+        )
+        size = sum(t.nbytes for t in tensors.values())
+        message = f"could not write {size:,} bytes: {error.strerror or error}; {kept}"
+        raise OSError(error.errno, message, str(path)) from error
+    for old in target.parent.glob(f"{glob.escape(target.name)}-????????-?????-of-?????.safetensors"):
+        if old not in written:
+            old.unlink(missing_ok=True)
+
+
+def _shards(tensors: Mapping[str, Tensor], size: int) -> list[dict[str, Tensor]]:
+    """The tensors in their order, in as many groups as files of ``size`` bytes take."""
+    shards, room = [dict[str, Tensor]()], size - 512
+    for name, t in tensors.items():
+        needed = t.numel() * t.element_size() + 2 * len(name) + 128  # with its part of the header
+        if needed > room and shards[-1]:
+            shards.append({})
+            room = size - 512
+        shards[-1][name] = t
+        room -= needed
+    return shards
+
+
+def _serialised(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    from safetensors.torch import save as serialise
+
     # Tensors may share memory (tied weights): the file holds each in full.
     whole = {
         name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()
     }
-    about = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "quarflow_version": __version__}
-    data = serialise(whole, about | dict(metadata))
+    return serialise(whole, dict(metadata))
+
+
+def _put(target: Path, data: bytes) -> None:
+    """Writes a file, all or nothing."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -136,25 +201,55 @@ def write_tensors(
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
-    except BaseException as error:
+    finally:
         temporary.unlink(missing_ok=True)
-        if not isinstance(error, OSError):
-            raise
-        kept = (
-            "the file that was there before is intact" if target.exists() else "no part of it was left behind"
-        )
-        message = f"could not write {len(data):,} bytes: {error.strerror or error}; {kept}"
-        raise OSError(error.errno, message, str(path)) from error
+
+
+def size_in_bytes(size: int | str) -> int:
+    """A size such as "16MiB", or bytes.
+
+    >>> size_in_bytes("16MiB"), size_in_bytes("1.5 GB"), size_in_bytes(4096)
+    (16777216, 1500000000, 4096)
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?)?B?\s*", str(size))
+    units = {"K": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+    value = int(float(found[1]) * units.get(found[2], 1)) if found else 0
+    if isinstance(size, bool) or value < 1024:
+        raise ValueError(f"shard_size: expected a size of 1KiB or more, such as 16MiB; got {size!r}.")
+    return value
 
 
 def read_tensors(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors (on the CPU) and metadata of a file from `write_tensors` whose metadata says ``kind``."""
-    from safetensors import SafetensorError, safe_open
-
     if not os.path.exists(path):
         raise FileNotFoundError(f"{path}: there is no such file.")
     if not os.path.isfile(path):
         raise CheckpointError(f"{path}: expected a file; got a folder or a device.")
+    if not _is_index(path):
+        tensors, metadata = _read(path)
+        _check_metadata(path, metadata, kind)
+        return tensors, metadata
+    metadata, where = _index(path)
+    _check_metadata(path, metadata, kind)
+    pieces = _pieces(path)
+    missing = [piece.name for piece in pieces if not piece.is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{path}: {len(missing)} of its {len(pieces)} files are missing: {', '.join(missing[:3])}"
+            f"{' and more' if len(missing) > 3 else ''}. Put them into the same folder."
+        )
+    tensors = {}
+    for piece in pieces:
+        tensors |= _read(piece)[0]
+    if set(tensors) != set(where):
+        raise CheckpointError(f"{path}: its files do not hold the tensors that it names. Use another copy of them.")
+    return tensors, metadata
+
+
+def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata of one safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
     with open(path, "rb") as file:
         head = file.read(9)
     # A header of n bytes: n in 8 bytes, then JSON.
@@ -163,14 +258,39 @@ def read_tensors(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Ten
     try:
         # The reader checks the header's length, and every offset and shape against the size of the file.
         with safe_open(path, framework="pt") as opened:
-            metadata = opened.metadata() or {}
-            _check_metadata(path, metadata, kind)
             names = opened.keys()
-            return {name: opened.get_tensor(name) for name in names}, metadata
+            return {name: opened.get_tensor(name) for name in names}, opened.metadata() or {}
     except SafetensorError as error:
         raise CheckpointError(
             f"{path}: truncated or damaged, {os.path.getsize(path):,} bytes: {error}. Use another copy of it."
         ) from error
+
+
+def _is_index(path: str | os.PathLike[str]) -> bool:
+    """Whether a file begins as JSON; one of safetensors begins with a multiple of eight."""
+    with open(path, "rb") as file:
+        return file.read(1) == b"{"
+
+
+def _index(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Metadata, and the file of each tensor, of an index."""
+    try:
+        found = json.loads(Path(path).read_bytes())
+        metadata, where = found["metadata"], found["weight_map"]
+        # Names of files in the same folder, and of no others.
+        if all(isinstance(v, str) for v in [*metadata.values(), *where.values()]) and all(
+            name == Path(name).name and name not in ("", ".", "..") for name in where.values()
+        ):
+            return dict(metadata), dict(where)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    raise CheckpointError(f"{path}: JSON, but no index of a quarflow file. {MADE_BY}")
+
+
+def _pieces(path: str | os.PathLike[str]) -> list[Path]:
+    """The files that an index names; none for a file that holds its tensors itself."""
+    names = dict.fromkeys(_index(path)[1].values()) if _is_index(path) else {}
+    return [Path(os.path.realpath(path)).with_name(name) for name in names]
 
 
 def to_json(value: object) -> str:

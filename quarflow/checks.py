@@ -141,3 +141,16 @@ def check_context(context: object, features: int, like: Tensor) -> None:
             f"Pass context of shape (..., {features})."
         )
     check_tensor("context", context, (features,), like)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` is that of a device or host whose memory is full.
+
+    >>> is_out_of_memory(torch.OutOfMemoryError()), is_out_of_memory(RuntimeError("shapes differ"))
+    (True, False)
+    """
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        # What torch's allocator of host memory raises has no class of its own.
+        isinstance(error, RuntimeError)
+        and any(text in str(error) for text in ("can't allocate memory", "not enough memory"))
+    )

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from quarflow.checks import is_out_of_memory
 from quarflow.logdet import RouletteLogDet
-from quarflow.training import LOG_EVERY, Options, Rows, Trainer, TrainingDiverged
+from quarflow.training import Options, Rows, Trainer, TrainingDiverged
 
 if TYPE_CHECKING:
     from quarflow.flow import Flow
@@ -34,16 +35,24 @@ class GraphTrainer(Trainer):
     graph has some more terms than a draw; those weigh nothing.
     """
 
-    def __init__(self, flow: Flow, train: Rows, validation: Rows | None, options: Options) -> None:
-        super().__init__(flow, train, validation, options)
+    def __init__(
+        self,
+        flow: Flow,
+        train: Rows,
+        validation: Rows | None,
+        options: Options,
+        distributed: bool = False,
+    ) -> None:
+        super().__init__(flow, train, validation, options, distributed)
         device = train.x.device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(device))
         for group in self.optimizer.param_groups:
             group["capturable"] = self.stream is not None
-        self._place = torch.zeros(self.batch_size, dtype=torch.long, device=device)
-        self._keep = torch.zeros((), device=device)
         self._draws = [m for m in flow.modules() if isinstance(m, RouletteLogDet)]
-        self._weights = {n: train.x.new_zeros(len(self._draws), n, 1) for n in SIZES}
+        like = flow.base.anchor
+        self._weights = {n: like.new_zeros(len(self._draws), n, 1) for n in SIZES}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._plain = WARM_UP  # steps to go without a graph, also in a run that goes on
 
@@ -51,48 +60,31 @@ class GraphTrainer(Trainer):
         """Within it, work goes to the stream of this trainer."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
-    def advance(self) -> None:
-        """The next step of the run, `queued`."""
-        with self.queued():
-            self._set_inputs()
-            size = self._set_draws()
-            if size is None or self._plain or self.stream is None:
-                self._body()
-                self._plain = max(0, self._plain - 1)
-            else:
-                if size not in self._graphs:
-                    self._capture(size)
-                self._graphs[size].replay()
-            self.step += 1
-            if self.step % LOG_EVERY == 0:
-                self.log()
-
-    def _set_inputs(self) -> None:
-        self.learning_rate.fill_(self._rate(self.step))
-        self._place.copy_(self.rows(self.step))
-        self._keep.fill_(1 - min(self.options.ema, (1 + self.step) / (10 + self.step)))
+    def _body(self) -> None:
+        size = self._set_draws()
+        if size is None or self._plain or self.stream is None:
+            super()._body()
+            self._plain = max(0, self._plain - 1)
+        else:
+            if size not in self._graphs:
+                self._capture(size)
+            self._graphs[size].replay()
 
     def _set_draws(self) -> int | None:
         """Draws the weights of the series: the size of the graph that has room for them, if there is one."""
         if not self._draws:
             return SIZES[0]
-        drawn = [m.draw(self.batch_size) for m in self._draws]
+        drawn = [m.draw(self.batch_size // self.processes) for m in self._draws]
         longest = max(map(len, drawn))
         size = next((n for n in SIZES if n >= longest), None)
-        if size is None:
-            held = [w.to(self._keep.device, self.train.x.dtype) for w in drawn]
+        if size is None or any(m.per_row for m in self._draws):
+            held, size = [w.to(self._keep.device, self._weights[SIZES[0]].dtype) for w in drawn], None
         else:
             padded = torch.stack([pad(w, (0, 0, 0, size - len(w))) for w in drawn])
             held = list(self._weights[size].copy_(padded))
         for m, weights in zip(self._draws, held, strict=True):
             m.held = weights
         return size
-
-    def _body(self) -> None:
-        self.update(self.train[self._place])
-        difference = torch._foreach_sub(self.live, self.average)
-        torch._foreach_mul_(difference, self._keep)
-        torch._foreach_add_(self.average, difference)
 
     def _apply(self, grads: list[Tensor], scale: Tensor) -> None:
         if self.fused:
@@ -107,8 +99,19 @@ class GraphTrainer(Trainer):
         self.optimizer.zero_grad()
         torch.cuda.current_stream().synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream):
-            self._body()
+        # The threads of NCCL look at the device meanwhile, which a strict capture takes for a mistake.
+        mode = "global" if self.processes == 1 else "thread_local"
+        try:
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode=mode):
+                super()._body()
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            why = str(error).partition("\n")[0]
+            raise ValueError(
+                f"graph: a step of this flow cannot be captured ({why}): something in it waits for the device. Use "
+                "graph=False (run.graph=false on the command line)."
+            ) from error
         self._graphs[size] = graph
 
     def finish(self) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quarflow.checks import check_count, check_tensor
+from quarflow.precision import products
 from quarflow.solvers import unchecked
 
 if TYPE_CHECKING:
@@ -72,11 +73,14 @@ def bits_per_dim(
     draws: int = 1,
     batch_size: int = 256,
     seed: int = 0,
+    precision: str = "full",
 ) -> BitsPerDim:
     """``8 - log p((x + u) / 256) / (D log 2)`` of uint8 images (n, C, H, W), in batches and ``eval()`` mode.
 
     An upper bound of ``-log2 P(x) / D``, also where the flow makes noise that knows the image of the uniform ``u``
     (`quarflow.transforms.Dequantisation`).
+
+    ``precision`` is that of the networks' products, see `quarflow.precision`.
 
     >>> import quarflow as qf
     >>> flow = qf.models.quar_image((1, 4, 4), blocks=(1,), hidden=4)
@@ -91,7 +95,8 @@ def bits_per_dim(
     training = flow.training
     flow.eval()
     try:
-        found = torch.stack([_bits(flow, x, context, batch_size, generator) for _ in range(draws)])
+        with products(precision, anchor.device):
+            found = torch.stack([_bits(flow, x, context, batch_size, generator) for _ in range(draws)])
     finally:
         flow.train(training)
     bits = 8 - found / (size * math.log(2))

@@ -7,6 +7,10 @@ best ones are kept, and are what the flow has in the end.
 
 A step does not wait for the device. A loss or gradient that is not finite raises a flag there, under which
 the optimiser leaves every weight as it is; the host looks at the flag every few steps.
+
+Several processes can share the steps of one run. Each has the whole data and takes its share of the rows of every
+batch; gradients and losses are averaged over all, so that every process makes the same updates, those of one process
+with the whole batch. (Estimated log-determinants draw the same signs in each process: unbiased, but other draws.)
 """
 
 from __future__ import annotations
@@ -22,18 +26,22 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from quarflow.checkpoint import CheckpointError, read_tensors, to_json, write_tensors
-from quarflow.checks import check_choice, check_count, check_positive
+from quarflow.checkpoint import CheckpointError, read_tensors, size_in_bytes, to_json, write_tensors
+from quarflow.checks import check_choice, check_count, check_positive, is_out_of_memory
 from quarflow.evaluation import as_data, as_rows, as_tensor, rows_at_once
 from quarflow.pixels import dequantise
+from quarflow.precision import PRECISIONS, products
+from quarflow.transforms.residual import recomputing
 
 if TYPE_CHECKING:
     from quarflow.flow import Flow
@@ -57,6 +65,7 @@ class Options:
     evaluate_every: int | None = None  # steps; None: often, but at most a tenth of the time
     seed: int = 0
     optimizer: str = "adam"  # or "adamax"
+    precision: str = "full"  # of matrix products, see `quarflow.precision`; parameters and optimiser keep their dtype
 
     def __post_init__(self) -> None:
         for name in ("max_steps", "batch_size", "patience", "evaluate_every"):
@@ -69,6 +78,7 @@ class Options:
             _check_fraction(name, getattr(self, name))
         check_count("seed", self.seed, 0)
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        check_choice("precision", self.precision, PRECISIONS)
         if self.max_steps is None and self.max_seconds is None:
             object.__setattr__(self, "max_steps", 4000)
 
@@ -193,13 +203,29 @@ class Trainer:
     """A flow in training: its optimiser, averaged and best weights, place in the data, and history.
 
     ``model`` is what a step calls: the flow, unless a wrapper takes its place. The rows of a step follow from
-    the seed and the number of the step alone, so that a run can be resumed, and a step repeated.
+    the seed and the number of the step alone, so that a run can be resumed, and a step repeated. If ``distributed``,
+    the processes of `torch.distributed` share the rows of every step.
     """
 
-    def __init__(self, flow: Flow, train: Rows, validation: Rows | None, options: Options) -> None:
+    def __init__(
+        self,
+        flow: Flow,
+        train: Rows,
+        validation: Rows | None,
+        options: Options,
+        distributed: bool = False,
+    ) -> None:
         self.flow, self.train, self.validation, self.options = flow, train, validation, options
         self.model: Callable[..., Tensor] = flow
         self.batch_size = min(options.batch_size, len(train))
+        self.processes, self.rank = _place_in(distributed)
+        if self.processes > 1 and options.max_seconds is not None:
+            raise ValueError("max_seconds: expected None with several processes, whose clocks differ. Give max_steps.")
+        if self.batch_size % self.processes:
+            raise ValueError(
+                f"batch_size: expected a multiple of the {self.processes} processes; got {self.batch_size}. Take "
+                f"{max(1, self.batch_size // self.processes) * self.processes}."
+            )
         self.named = {name: p for name, p in flow.named_parameters() if p.requires_grad}
         if not self.named:
             raise ValueError("flow: expected parameters to train; every one has requires_grad=False.")
@@ -223,7 +249,10 @@ class Trainer:
         self.started = time.monotonic()
         self._epoch = -1
         self._order = torch.empty(0)
-        # On the device: the sum of losses since the last entry, finite steps since the last look, the flag.
+        # On the device: what changes from step to step (the rows, the part of a new average that is new), then the sum
+        # of losses since the last entry, finite steps since the last look, the flag.
+        self._place = torch.zeros(self.batch_size, dtype=torch.long, device=train.x.device)
+        self._keep = torch.zeros((), device=device)
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._finite = torch.zeros((), device=device)
         self._failed = torch.zeros((), device=device)
@@ -240,17 +269,32 @@ class Trainer:
         return self._order[place * self.batch_size : (place + 1) * self.batch_size]
 
     def loss(self, batch: Rows) -> Tensor:
-        """``-mean(w log p(x | context))``."""
-        log_prob = self.model(batch.values(self.flow.base.anchor), batch.context)
-        return -(log_prob if batch.weights is None else batch.weights * log_prob).mean()
+        """``-mean(w log p(x | context))`` of this process's share of the rows."""
+        # Noise for all rows, the same in every process: a row gets the one that it gets in a run of one process.
+        share = Rows(batch.values(self.flow.base.anchor), batch.context, batch.weights)[self.share]
+        with products(self.options.precision, share.x.device):
+            log_prob = self.model(share.x, share.context)
+        return -(log_prob if share.weights is None else share.weights * log_prob).mean()
+
+    def _backward(self, batch: Rows) -> Tensor:
+        """The loss, and its gradients."""
+        loss, precision = self.loss(batch), self.options.precision
+        with products("full" if precision == "bf16" else precision, loss.device):
+            loss.backward()
+        return loss.detach()
+
+    @property
+    def share(self) -> slice:
+        """Which rows of a batch are this process's."""
+        return slice(self.rank, None, self.processes)
 
     def update(self, batch: Rows) -> None:
         """A step of the weights, without a look at any value where the optimiser is fused."""
         self.optimizer.zero_grad()
-        loss = self.loss(batch)
-        loss.backward()
-        loss = loss.detach()
+        loss = self._backward(batch)
         grads = [p.grad for p in self.parameters if p.grad is not None]
+        if self.processes > 1:
+            _average([*grads, loss])
         # In float64, where no sum of squares overflows: a gradient that is huge but finite can be clipped.
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, torch.float64))).float()
         torch.maximum(self._failed, (~torch.isfinite(norm + loss)).float(), out=self._failed)
@@ -268,16 +312,66 @@ class Trainer:
             torch._foreach_div_(grads, scale)
             self.optimizer.step()
 
+    def queued(self) -> AbstractContextManager[object]:
+        """Within it, work goes to where this trainer's does."""
+        return nullcontext()
+
     def advance(self) -> None:
         """The next step of the run."""
-        self.learning_rate.fill_(self._rate(self.step))
-        self.update(self.train[self.rows(self.step)])
-        # The average is over about a tenth of the steps at first: a short run must not remember its start.
-        decay = min(self.options.ema, (1 + self.step) / (10 + self.step))
-        torch._foreach_lerp_(self.average, self.live, 1 - decay)
-        self.step += 1
-        if self.step % LOG_EVERY == 0:
-            self.log()
+        with self.queued():
+            self.learning_rate.fill_(self._rate(self.step))
+            self._place.copy_(self.rows(self.step))
+            # The average is over about a tenth of the steps at first: a short run must not remember its start.
+            self._keep.fill_(1 - min(self.options.ema, (1 + self.step) / (10 + self.step)))
+            self._body()
+            self.step += 1
+            if self.step % LOG_EVERY == 0:
+                self.log()
+
+    def _body(self) -> None:
+        """A step on the device: the same work each time, at what `advance` has put there."""
+        self.update(self.train[self._place])
+        difference = torch._foreach_sub(self.live, self.average)
+        torch._foreach_mul_(difference, self._keep)
+        torch._foreach_add_(self.average, difference)
+
+    def asked(self, interrupted: bool) -> bool:
+        """Whether this process was ``interrupted``, or any that shares the steps: they look at the same ones."""
+        if self.processes == 1 or self.step % LOG_EVERY:
+            return interrupted and self.processes == 1
+        flag = self.learning_rate.new_tensor(float(interrupted))
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def what_fits(self, why: str) -> str:
+        """After a step that memory was too small for: what else would fit, found by trying."""
+        image = "image" if len(self.flow.event_shape) == 3 else "row"
+        found = []
+        if (rows := self._largest(self.batch_size // 2)) > 0:
+            found.append(f"{rows} do (batch_size={rows})")
+        if not any(getattr(m, "recompute", False) for m in self.flow.modules()):
+            with suppress(ValueError), recomputing(self.flow):  # an error if there is nothing to recompute
+                if (rows := self._largest(self.batch_size)) > 0:
+                    found.append(f"{rows} do with recompute=True")
+        if self.options.precision == "full":
+            found.append("precision='bf16' halves what is kept of each")
+        return (
+            f"batch_size: {self.batch_size} {image}s do not fit in the memory of {self.learning_rate.device} ({why}). "
+            f"{'; '.join(found) or f'Not even one {image} does: take a smaller model'}."
+        )
+
+    def _largest(self, rows: int) -> int:
+        """``rows``, halved until a step's forward and backward pass fit."""
+        while (rows := rows // self.processes * self.processes) > 0:
+            self.optimizer.zero_grad()
+            try:
+                self._backward(self.train[self._place[:rows]])
+                break
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+            rows //= 2
+        return rows
 
     def progress(self, step: float | None = None) -> float:
         """The part of the run that is over, by steps or by the clock, whichever is further."""
@@ -318,7 +412,7 @@ class Trainer:
             return
         self.look()
         with self.averaged():
-            nats = mean_log_prob(self.flow, self.validation)
+            nats = mean_log_prob(self.flow, self.validation, self.options.precision, self.processes > 1)
         history = self.history
         history.validation_steps.append(self.step)
         history.validation.append(nats)
@@ -356,12 +450,12 @@ class Trainer:
         # The guard left the weights as they were when it struck: the step can be repeated.
         batch = self.train[self.rows(step)]
         self.optimizer.zero_grad()
-        loss = self.loss(batch)
-        loss.backward()
+        loss = self._backward(batch)
         grads = {name: p.grad for name, p in self.named.items() if p.grad is not None}
         bad = [name for name, grad in grads.items() if not bool(torch.isfinite(grad).all())]
         if not bool(torch.isfinite(loss)):
-            x = batch.values(self.flow.base.anchor)
+            x = batch.values(self.flow.base.anchor)[self.share]
+            batch = batch[self.share]
             cause = f"the loss is {loss.item()}: {self.flow.diagnose(x, batch.context)}"
         elif bad:
             cause = f"the loss is {loss.item():.4g}, but the gradient is not finite in {', '.join(bad[:3])}"
@@ -379,32 +473,43 @@ class Trainer:
 
     # The state in a file.
 
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """The whole state, for `read`."""
+    def write(
+        self, path: str | os.PathLike[str], shard_size: int | str | None = None, compact: bool = False
+    ) -> None:
+        """The whole state, for `read`; in files of at most ``shard_size``, see `quarflow.checkpoint.write_tensors`.
+
+        ``compact`` rounds what is not the weights themselves to bfloat16: the moments of the optimiser, and by how much
+        the averages differ from the weights. That is 12 bytes for each parameter instead of 20, and no longer to the
+        last bit the run without a break.
+        """
         self.look()
+        averages = {"average": self.average} | ({} if self.best is None else {"best": self.best})
         tensors = {f"weights/{name}": t for name, t in self.flow.state_dict().items()}
-        tensors |= {f"average/{name}": t for name, t in zip(self.names, self.average, strict=True)}
-        if self.best is not None:
-            tensors |= {f"best/{name}": t for name, t in zip(self.names, self.best, strict=True)}
+        for part, each in averages.items():
+            each = [d.bfloat16() for d in torch._foreach_sub(each, self.live)] if compact else each
+            tensors |= {f"{part}/{name}": t for name, t in zip(self.names, each, strict=True)}
         for name, p in self.named.items():
-            tensors |= {f"adam/{name}/{key}": t for key, t in self.optimizer.state.get(p, {}).items()}
+            for key, t in self.optimizer.state.get(p, {}).items():
+                tensors[f"adam/{name}/{key}"] = t.bfloat16() if compact and key != "step" else t
         tensors |= {f"random/{name}": t for name, t in _random_state(self._loss.device).items()}
         tensors["loss"] = self._loss
         self.history.seconds = self.seconds
-        state = {"step": self.step, "misses": self.misses, "logged": self._logged}
+        state = {"step": self.step, "misses": self.misses, "logged": self._logged, "compact": compact}
         metadata = {
             "kind": "training",
             "state": json.dumps(state | {"history": self.history.to_dict()}),
-            "run": to_json(self._fingerprint()),
+            "run": to_json(self._fingerprint),
         }
-        write_tensors(path, tensors, metadata)
+        write_tensors(path, tensors, metadata, shard_size)
 
     def read(self, path: str | os.PathLike[str]) -> None:
         """Goes on from a file of `write`; `CheckpointError` if it is of another run."""
         tensors, metadata = read_tensors(path, kind="training")
         try:
-            theirs, state = json.loads(metadata["run"]), json.loads(metadata["state"])
-            for name, ours in self._fingerprint().items():
+            # An option that the file does not know had what is now its default.
+            theirs = dataclasses.asdict(Options()) | json.loads(metadata["run"])
+            state = json.loads(metadata["state"])
+            for name, ours in self._fingerprint.items():
                 if theirs[name] != ours:
                     raise CheckpointError(
                         f"{path}: the state of another run: its {name} is "
@@ -416,14 +521,18 @@ class Trainer:
                 part, _, rest = name.partition("/")
                 parts.setdefault(part, {})[rest] = tensor
             self.flow.load_state_dict(parts["weights"])
-            torch._foreach_copy_(self.average, [parts["average"][name] for name in self.names])
             if "best" in parts:
                 self.best = [t.clone() for t in self.average]
-                torch._foreach_copy_(self.best, [parts["best"][name] for name in self.names])
+            for part, each in {"average": self.average, "best": self.best}.items():
+                if each is not None:
+                    torch._foreach_copy_(each, [parts[part][name] for name in self.names])
+                    if state.get("compact"):
+                        torch._foreach_add_(each, self.live)
             for name, tensor in parts.get("adam", {}).items():
                 name, _, key = name.rpartition("/")
                 parameter = self.named[name]
-                self.optimizer.state[parameter][key] = tensor.to(parameter.device, copy=True)
+                dtype = tensor.dtype if key == "step" else parameter.dtype
+                self.optimizer.state[parameter][key] = tensor.to(parameter.device, dtype, copy=True)
             self._loss.copy_(tensors["loss"])
             self.step = self._looked = state["step"]
             self.misses, self._logged = state["misses"], state["logged"]
@@ -438,6 +547,7 @@ class Trainer:
                 f"{path}: its contents are damaged ({error!r}). Start anew with resume=False."
             ) from error
 
+    @cached_property
     def _fingerprint(self) -> dict[str, object]:
         """What has to be the same in a run that goes on."""
         config, held_out = self.flow.config, self.validation
@@ -471,9 +581,15 @@ def fit(
     evaluate_every: int | None = Options.evaluate_every,
     seed: int = Options.seed,
     optimizer: str = Options.optimizer,
+    precision: str = Options.precision,
+    recompute: bool = False,
+    graph: bool = False,
+    distributed: bool = False,
     progress: bool | Callable[[Trainer], None] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_seconds: float = 60.0,
+    shard_size: int | str | None = None,
+    compact: bool = False,
     resume: bool = False,
 ) -> History:
     """Maximum likelihood: leaves ``flow`` with the best weights for the rows of ``x``, in ``eval()`` mode.
@@ -486,15 +602,23 @@ def fit(
         validation: the part of the rows that is held out, in [0, 1); or the rows themselves, ``x`` or
             ``(x, context)``. With 0 there is no early stopping, and the averaged weights of the end are kept.
         max_steps, max_seconds: the learning rate has decayed to zero at whichever comes first.
+        recompute: residual blocks keep their inputs alone for the backward pass, and make the rest again: a third
+            more time, the same result, and memory for one block's hidden values instead of all.
+        graph: captures a step as a CUDA graph, on a GPU: one launch for thousands of kernels. Steps must not depend
+            on values, as those of the models here do not.
+        distributed: the processes of `torch.distributed`, which all call this with the same arguments, share every
+            batch. The first writes the checkpoint.
         progress: a bar on stderr; ``None`` for only if that is a terminal; or what is called with the
             `Trainer` after each step.
         checkpoint: a file for the state of the run, written every ``checkpoint_seconds`` and at the end.
+        shard_size: writes the checkpoint in files of at most this size, bytes or such as "16MiB", and an index.
+        compact: rounds what is in the checkpoint beside the weights to bfloat16, see `Trainer.write`.
         resume: goes on from ``checkpoint`` if that file is there, to the same result as without the break.
 
     The other options are explained in `Options`. The same seed gives the same weights, bit for bit, on one
     machine, unless ``max_seconds`` is set; torch's global random state is left as it was. Ctrl-C ends the run
     after the step in hand, with the best weights so far; a second one at once. Raises `TrainingDiverged` if a
-    loss or a gradient is not finite.
+    loss or a gradient is not finite, and ``MemoryError``, with what would fit, if a batch does not.
 
     >>> import quarflow as qf
     >>> flow = qf.models.quar(features=2, blocks=2, hidden=(4,))
@@ -515,10 +639,13 @@ def fit(
         evaluate_every,
         seed,
         optimizer,
+        precision,
     )
     check_positive("checkpoint_seconds", checkpoint_seconds)
     shown = progress is None or callable(progress) or progress
-    for name, value in {"resume": resume, "progress": shown}.items():
+    switches = {"resume": resume, "progress": shown, "recompute": recompute, "graph": graph, "compact": compact}
+    switches["distributed"] = distributed
+    for name, value in switches.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name}: expected True or False; got {value!r}.")
     if resume and checkpoint is None:
@@ -527,9 +654,17 @@ def fit(
         raise ValueError(
             f"checkpoint: expected a file in a folder that exists; got {checkpoint}. Create the folder."
         )
+    if shard_size is not None:
+        size_in_bytes(shard_size)
     train, held_out = _split(flow, x, context, weights, validation, options.seed)
-    with _seeded(train.x.device, options.seed), interruptible() as interrupted, bar(progress) as show:
+    with ExitStack() as stack:
+        stack.enter_context(_seeded(train.x.device, options.seed))
+        interrupted, show = stack.enter_context(interruptible()), stack.enter_context(bar(progress))
+        if recompute:
+            stack.enter_context(recomputing(flow))
         going_on = resume and checkpoint is not None and os.path.exists(checkpoint)
+        if distributed:
+            _check_alike(going_on, train.x.device)
         if resume and not going_on:
             warnings.warn(f"{checkpoint}: nothing to resume from; starting from the beginning.", stacklevel=2)
         if not going_on:
@@ -538,11 +673,18 @@ def fit(
             some = train[order.to(train.x.device)]
             flow.initialise(some.values(flow.base.anchor), some.context)
         flow.train()
-        trainer = Trainer(flow, train, held_out, options)
+        kind = Trainer
+        if graph:
+            from quarflow.graph_training import GraphTrainer as kind
+        trainer = kind(flow, train, held_out, options, distributed)
         trainer.started = started
-        if going_on and checkpoint is not None:
-            trainer.read(checkpoint)
-        run(trainer, interrupted, show, checkpoint, checkpoint_seconds)
+        with trainer.queued():
+            if going_on and checkpoint is not None:
+                trainer.read(checkpoint)
+            if trainer.processes > 1:
+                for t in (*trainer.live, *trainer.average):
+                    dist.broadcast(t, 0)
+            run(trainer, interrupted, show, checkpoint, checkpoint_seconds, shard_size, compact)
     return trainer.history
 
 
@@ -552,16 +694,19 @@ def run(
     show: Callable[[Trainer], None] = lambda trainer: None,
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_seconds: float = 60.0,
+    shard_size: int | str | None = None,
+    compact: bool = False,
 ) -> None:
-    """Drives ``trainer`` until it is done."""
+    """Drives ``trainer`` until it is done; of several processes the first writes the checkpoint."""
     options, history = trainer.options, trainer.history
     every = options.evaluate_every or _evaluate_every(trainer)
+    checkpoint = None if trainer.rank else checkpoint
     written, writable = time.monotonic(), checkpoint is not None
 
     def write() -> None:
         nonlocal written, writable
         try:
-            trainer.write(checkpoint)  # type: ignore[arg-type]
+            trainer.write(checkpoint, shard_size, compact)  # type: ignore[arg-type]
         except OSError as error:
             if writable:
                 warnings.warn(f"checkpoint: {error}. Training goes on, and will try again.", stacklevel=3)
@@ -578,10 +723,10 @@ def run(
                 history.stopped = "max_seconds"
             elif options.patience is not None and trainer.misses >= options.patience:
                 history.stopped = "early stopping"
-            elif interrupted():
+            elif trainer.asked(interrupted()):
                 history.stopped = "interrupted"
             else:
-                trainer.advance()
+                _advance(trainer)
                 show(trainer)
                 if checkpoint is not None and time.monotonic() - written >= checkpoint_seconds:
                     write()
@@ -601,6 +746,44 @@ def run(
         trainer.finish()
 
 
+def _advance(trainer: Trainer) -> None:
+    """`Trainer.advance`; ``MemoryError`` with what would fit, if a step does not."""
+    try:
+        return trainer.advance()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        why = str(error).partition("\n")[0]
+    # Only here is the error gone, and with it what its frames held.
+    with trainer.queued():
+        raise MemoryError(trainer.what_fits(why))
+
+
+def _place_in(distributed: bool) -> tuple[int, int]:
+    """How many processes share the steps, and which of them this is."""
+    return (dist.get_world_size(), dist.get_rank()) if distributed else (1, 0)
+
+
+def _check_alike(going_on: bool, device: torch.device) -> None:
+    """The checkpoint must be there for all processes, or for none."""
+    count = torch.tensor(int(going_on), device=device)
+    dist.all_reduce(count)
+    if int(count) not in (0, dist.get_world_size()):
+        raise ValueError(
+            f"checkpoint: expected a file that all processes see; it is there for {int(count)} of "
+            f"{dist.get_world_size()}. Put it into a folder that their machines share."
+        )
+
+
+def _average(tensors: list[Tensor]) -> None:
+    """Each tensor becomes its mean over all processes."""
+    flat = torch.cat([t.flatten() for t in tensors])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    parts = flat.split([t.numel() for t in tensors])
+    torch._foreach_copy_(tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
+
+
 def permutation(n: int, seed: int, epoch: int) -> Tensor:
     """The order of ``n`` rows in an epoch.
 
@@ -610,16 +793,21 @@ def permutation(n: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(n, generator=torch.Generator().manual_seed((1_000_003 * seed + epoch) % 2**32))
 
 
-def mean_log_prob(flow: Flow, rows: Rows) -> float:
+def mean_log_prob(flow: Flow, rows: Rows, precision: str = "full", distributed: bool = False) -> float:
     """The weighted mean of ``log p`` over ``rows``, without gradients."""
     size = rows_at_once(rows.x)
+    processes, rank = _place_in(distributed)
     total = torch.zeros((), dtype=torch.float64, device=rows.x.device)
     noise = torch.Generator(rows.x.device).manual_seed(0)  # the same each time: what changes are the weights
-    with torch.no_grad():
+    with torch.no_grad(), products(precision, rows.x.device):
         for i in range(0, len(rows), size):
             part = rows[i : i + size]
-            log_prob = flow(part.values(flow.base.anchor, noise), part.context).double()
-            total += (log_prob if part.weights is None else part.weights * log_prob).sum()
+            part = Rows(part.values(flow.base.anchor, noise), part.context, part.weights)[rank::processes]
+            if len(part):
+                log_prob = flow(part.x, part.context).double()
+                total += (log_prob if part.weights is None else part.weights * log_prob).sum()
+    if processes > 1:
+        dist.all_reduce(total)
     return total.item() / len(rows)
 
 
@@ -701,9 +889,12 @@ def _digest(data: Tensor | None) -> object:
     if data is None:
         return None
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()]
-    bits = data.contiguous().flatten().view(kind).long()
-    places = torch.arange(1, 2 * len(bits) + 1, 2, device=data.device)
-    return [list(data.shape), f"{int((bits * places).sum()) % 2**64:016x}"]
+    total, start = 0, 0
+    for bits in data.contiguous().flatten().view(kind).split(2**22):  # as integers of 64 bits they need much memory
+        places = torch.arange(2 * start + 1, 2 * (start + len(bits)) + 1, 2, device=data.device)
+        total += int((bits.long() * places).sum())
+        start += len(bits)
+    return [list(data.shape), f"{total % 2**64:016x}"]
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:
@@ -731,24 +922,37 @@ def _seeded(device: torch.device, seed: int) -> Iterator[None]:
         yield
 
 
+_running: list[threading.Event] = []  # of the runs in hand
+
+
+def ask_to_stop() -> bool:
+    """Asks the runs in hand to end after their step; False if there is none that has not been asked."""
+    waiting = [asked for asked in _running if not asked.is_set()]
+    for asked in waiting:
+        asked.set()
+    return bool(waiting)
+
+
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C sets the flag that is yielded; a second one does what it did before."""
+    """Ctrl-C, or `ask_to_stop`, sets the flag that is yielded; a second Ctrl-C does what it did before."""
     asked = threading.Event()
     before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield asked.is_set
-        return
+    ours = threading.current_thread() is threading.main_thread() and callable(before)
 
     def ask(signum: int, frame: object) -> None:
         asked.set()
         signal.signal(signal.SIGINT, before)
 
-    signal.signal(signal.SIGINT, ask)
+    _running.append(asked)
+    if ours:
+        signal.signal(signal.SIGINT, ask)
     try:
         yield asked.is_set
     finally:
-        signal.signal(signal.SIGINT, before)
+        _running.remove(asked)
+        if ours:
+            signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

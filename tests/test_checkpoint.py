@@ -130,6 +130,85 @@ def test_a_link_stays_a_link(tmp_path):
     assert load(tmp_path / "real" / "m.qf").config == small().config
 
 
+# In pieces.
+
+
+def pieces(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.iterdir() if p.suffix == ".safetensors")
+
+
+def test_a_flow_in_pieces(tmp_path):
+    flow, path = small(hidden=(32, 32)), tmp_path / "m.qf"
+    save(flow, path, shard_size="20KiB")
+    files = pieces(tmp_path)
+    assert len(files) > 1
+    assert max(map(os.path.getsize, files)) <= 20 * 1024
+    index = json.loads(path.read_text())
+    assert index["weight_map"].keys() == flow.state_dict().keys()
+    assert set(index["weight_map"].values()) == {p.name for p in files}
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for p in (*files, path):
+        p.rename(elsewhere / p.name)
+    loaded = load(elsewhere / "m.qf")
+    assert all(torch.equal(t, loaded.state_dict()[name]) for name, t in flow.state_dict().items())
+    # What is written next takes the place of all of it.
+    save(small(), elsewhere / "m.qf", shard_size="1MiB")
+    assert len(pieces(elsewhere)) == 1
+    save(small(), elsewhere / "m.qf")
+    assert pieces(elsewhere) == []
+
+
+def test_a_failed_write_leaves_the_old_pieces(tmp_path, monkeypatch):
+    path = tmp_path / "m.qf"
+    save(small(), path, shard_size=2048)
+    before, calls, fsync = {p: p.read_bytes() for p in tmp_path.iterdir()}, [], os.fsync
+
+    def fills_up(descriptor):
+        calls.append(descriptor)
+        if len(calls) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fills_up)
+    with pytest.raises(OSError, match=r"could not write .*; the file that was there before is intact"):
+        save(small(hidden=(32, 32)), path, shard_size=2048)
+    assert {p: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def test_pieces_that_do_not_fit(tmp_path):
+    path = tmp_path / "m.qf"
+    save(small(hidden=(32, 32)), path, shard_size="6KiB")
+    first, index = pieces(tmp_path)[0], path.read_text()
+    whole = first.read_bytes()
+    first.write_bytes(whole[:-5])
+    with pytest.raises(CheckpointError, match=rf"{first.name}: truncated or damaged"):
+        load(path)
+    first.unlink()
+    with pytest.raises(CheckpointError, match=rf"1 of its \d+ files are missing: {first.name}. Put them"):
+        load(path)
+    first.write_bytes(pieces(tmp_path)[-1].read_bytes())
+    with pytest.raises(CheckpointError, match="do not hold the tensors that it names"):
+        load(path)
+    first.write_bytes(whole)
+    for damaged in (
+        "{",
+        "{}",
+        "[" * 10,
+        index.replace(first.name, f"../{first.name}"),
+        index.replace('"weight_map": {', '"weight_map": {"x": 3,'),
+        '{"metadata": [], "weight_map": {}}',
+    ):
+        path.write_text(damaged)
+        with pytest.raises(CheckpointError, match=r"no index of a quarflow file|not safetensors|truncated"):
+            load(path)
+    path.write_text(index)
+    load(path)
+    for size in (0, "16 apples", "12", -1, True, 1.5):
+        with pytest.raises(ValueError, match="shard_size: expected a size of 1KiB or more"):
+            save(small(), path, shard_size=size)
+
+
 # What cannot be saved.
 
 

@@ -19,8 +19,10 @@ from quarflow import training
 from quarflow.checkpoint import CheckpointError, read_tensors, save
 from quarflow.evaluation import evaluate
 from quarflow.flow import Flow
-from quarflow.models import quar
+from quarflow.models import quar, quar_image, residual_image
+from quarflow.pixels import dequantise
 from quarflow.training import History, Options, Rows, Trainer, TrainingDiverged, fit, permutation, schedule
+from quarflow.transforms.residual import recomputing
 
 
 def data(n: int = 300, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -430,6 +432,151 @@ def test_a_full_disk_is_a_warning(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["run.state"]
 
 
+@pytest.mark.parametrize("compact", [False, True])
+def test_a_run_goes_on_from_pieces(tmp_path, compact):
+    options = {"max_steps": 40, "evaluate_every": 4, "batch_size": 64, "learning_rate": 0.01}
+    whole, path = small(), tmp_path / "state"
+    expected = fit(whole, data(), **options)
+    first = small()
+    at_step(first, 20, ctrl_c)
+    fit(first, data(), checkpoint=path, shard_size="2KiB", compact=compact, **options)
+    assert len(list(tmp_path.glob("state-*-of-*.safetensors"))) > 2
+    second = small(seed=5)
+    history = fit(second, data(), checkpoint=path, shard_size="2KiB", compact=compact, resume=True, **options)
+    if not compact:
+        assert history == expected
+        assert same(weights_of(second), weights_of(whole))
+    else:
+        assert history != expected
+        # What is rounded are differences and moments: the run ends where it would have.
+        assert history.validation == pytest.approx(expected.validation, abs=2e-3)
+
+
+def test_a_compact_state_is_small(tmp_path):
+    flow = quar(features=2, blocks=2, hidden=(128, 128)).initialise(data())
+    trainer = Trainer(flow.train(), Rows(data(64)), Rows(data(64)), Options(max_steps=9, batch_size=16))
+    trainer.advance()
+    trainer.evaluate()
+    trainer.write(tmp_path / "full")
+    trainer.write(tmp_path / "compact", compact=True)
+    ratio = os.path.getsize(tmp_path / "compact") / os.path.getsize(tmp_path / "full")
+    assert 0.58 < ratio < 0.68
+    other = Trainer(copy.deepcopy(flow), Rows(data(64)), Rows(data(64)), trainer.options)
+    other.read(tmp_path / "compact")
+    for name, t in trainer.flow.state_dict().items():
+        assert torch.equal(other.flow.state_dict()[name], t)
+    for a, b, live in zip(other.average, trainer.average, trainer.live, strict=True):
+        assert ((a - b).abs() <= (b - live).abs() / 200 + 1e-7 * live.abs()).all()
+
+
+# Precision, recomputation, memory.
+
+
+def image_flow(seed: int = 0, **options: object) -> Flow:
+    torch.manual_seed(seed)
+    return quar_image((1, 8, 8), **{"blocks": (2, 1), "hidden": 16, **options})
+
+
+def images(n: int = 96) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randint(0, 200, (n, 1, 8, 1), generator=generator)
+    return (rows + torch.randint(0, 56, (n, 1, 8, 8), generator=generator)).to(torch.uint8)
+
+
+def test_bf16_learns_what_float32_does():
+    curves = {}
+    for precision in ("full", "bf16", "tf32"):
+        flow = image_flow()
+        history = fit(flow, images(), max_steps=30, batch_size=48, precision=precision, learning_rate=3e-3)
+        curves[precision] = torch.tensor(history.loss) / (64 * math.log(2))
+        assert all(t.dtype == torch.float32 for t in flow.state_dict().values() if t.is_floating_point())
+    assert curves["full"][0] - curves["full"][-1] > 0.3
+    assert 0 < (curves["bf16"] - curves["full"]).abs().max() < 0.01  # bits/dim
+    assert torch.equal(curves["tf32"], curves["full"])  # on a CPU
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_bf16_of_a_residual_flow():
+    flow = residual_image((1, 8, 8), blocks=(1,), hidden=16).initialise(dequantise(images(), torch.zeros(())))
+    losses = []
+    for precision in ("full", "bf16"):
+        trainer = Trainer(flow.train(), Rows(images()), None, Options(precision=precision, max_steps=9))
+        torch.manual_seed(0)
+        losses.append(trainer._backward(trainer.train) / (64 * math.log(2)))
+    assert 0 < abs(losses[0] - losses[1]) < 0.01
+
+
+def gradients(flow: Flow, precision: str) -> tuple[dict[str, Tensor], int]:
+    """Of a step, and the bytes that it kept for its backward pass."""
+    trainer, kept = Trainer(flow, Rows(images()), None, Options(precision=precision, max_steps=1)), {}
+
+    def pack(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    torch.manual_seed(0)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = trainer.loss(trainer.train)
+    loss.backward()
+    return {name: p.grad.clone() for name, p in flow.named_parameters()}, sum(kept.values())
+
+
+@pytest.mark.parametrize("precision", ["full", "bf16"])
+@pytest.mark.parametrize("options", [{}, {"activation": "lipswish"}, {"lipschitz": "diagonal", "activation": "wave"}])
+def test_recomputation_changes_memory_alone(options, precision):
+    flow = image_flow(hidden=64, **options).initialise(dequantise(images(), torch.zeros(())))
+    plain, much = gradients(flow, precision)
+    flow.zero_grad()
+    with recomputing(flow):
+        again, little = gradients(flow, precision)
+    assert same(plain, again)
+    assert little < much / 4
+    assert not any(getattr(m, "recompute", False) for m in flow.modules())
+
+
+def test_recomputation_of_what_is_random_is_refused():
+    for flow in (small(), quar(2, blocks=2, hidden=(8,), bound="gram", lipschitz="network")):
+        with recomputing(flow):
+            pass
+    for flow in (
+        residual_image((1, 8, 8), blocks=(1,), hidden=8),
+        quar(2, blocks=2, hidden=(8,), bound="power"),
+    ):
+        with pytest.raises(ValueError, match=r"recompute: expected a flow with residual blocks that draw no random"):
+            fit(flow, data() if len(flow.event_shape) == 1 else images(), max_steps=1, recompute=True)
+
+
+def test_a_batch_that_does_not_fit_says_what_would(monkeypatch):
+    plain = Trainer.loss
+
+    def limited(trainer, batch):
+        recompute = any(getattr(m, "recompute", False) for m in trainer.flow.modules())
+        if len(batch) > (50 if recompute else 20):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return plain(trainer, batch)
+
+    monkeypatch.setattr(Trainer, "loss", limited)
+    with pytest.raises(
+        MemoryError,
+        match=r"batch_size: 80 images do not fit in the memory of cpu \(CUDA out .*\). 20 do \(batch_size=20\); "
+        r"40 do with recompute=True; precision='bf16' halves",
+    ):
+        fit(image_flow(), images(), batch_size=80, max_steps=2)
+    with pytest.raises(MemoryError, match=r"80 images do not fit .*20 do \(batch_size=20\)\.$"):
+        fit(residual_image((1, 8, 8), blocks=(1,), hidden=8), images(), batch_size=80, max_steps=2, precision="bf16")
+    monkeypatch.setattr(Trainer, "loss", lambda trainer, batch: plain(trainer, batch) + torch.empty(2**50))
+    with pytest.raises(MemoryError, match="Not even one row does: take a smaller model"):
+        fit(small(), data(), max_steps=2, precision="bf16")
+
+
+def test_graphs_take_the_same_steps():
+    """Without a GPU: the trainer that would capture them, in `fit`."""
+    flow, twin = image_flow(), image_flow()
+    expected = fit(twin, images(), max_steps=20, batch_size=48)
+    assert fit(flow, images(), max_steps=20, batch_size=48, graph=True) == expected
+    assert same(weights_of(flow), weights_of(twin))
+
+
 # What is shown.
 
 
@@ -504,6 +651,9 @@ X = data(50)
         ({"ema": -0.1}, "ema: expected"),
         ({"patience": 0}, "patience: expected"),
         ({"evaluate_every": 0}, "evaluate_every: expected"),
+        ({"precision": "half"}, "precision: expected one of 'full', 'tf32', 'bf16'; got 'half'"),
+        ({"recompute": 1}, "recompute: expected True or False"),
+        ({"shard_size": "big"}, "shard_size: expected a size of 1KiB"),
         ({"seed": -1}, "seed: expected an integer >= 0"),
         ({"progress": "yes"}, "progress: expected True or False"),
         ({"resume": True}, "resume: expected the file"),
