@@ -174,7 +174,7 @@ def reproduce(
     console = Console(stderr=True)
     board = _Board(console, [job for name in chosen.figures for job in chosen.jobs(name)])
     try:
-        with _terminable(), board.shown():
+        with terminable(), board.shown():
             failed, written = experiments.reproduce(chosen, out, jobs, fresh, board.tell, console.print)
     except experiments.Mismatch as error:
         raise typer.BadParameter(str(error)) from error
@@ -194,7 +194,7 @@ def _table1(options: dict[str, Any], out: Path, fresh: bool) -> None:
 
     console = Console(stderr=True)
     try:
-        with _terminable(), _errors():
+        with terminable(), _errors():
             _check_device(Device(options["device"]))
             written = table1.reproduce(
                 table1.Table(**options), out, fresh, lambda text: console.print(text, highlight=False)
@@ -205,6 +205,14 @@ def _table1(options: dict[str, Any], out: Path, fresh: bool) -> None:
     typer.echo((out / "table1.md").read_text())
     for path in written:
         typer.echo(path)
+
+
+class Precision(StrEnum):
+    """See `quarflow.precision`."""
+
+    full = "full"
+    tf32 = "tf32"
+    bf16 = "bf16"
 
 
 Source = Annotated[
@@ -240,10 +248,16 @@ def train(
     download: Download = False,
     device: Annotated[Device, typer.Option(help="Where to train.")] = Device.cpu,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in OUT.")] = False,
+    shard_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Files of at most this size, such as 16MiB, for the state and the model."),
+    ] = None,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="The log in OUT/tensorboard, too.")] = False,
 ) -> None:
     """Train a flow on images: bits/dim on the test set, a model, a log and samples.
 
-    Ctrl-C writes the state, and `--resume` goes on from there. Every option that a run had is in OUT/config.toml.
+    Ctrl-C writes the state, and `--resume` goes on from there. Every option that a run had is in OUT/config.toml. On
+    several GPUs or machines: torchrun --nproc-per-node 8 -m quarflow.cli train cifar10 --device cuda.
     """
     from quarflow import runs
 
@@ -253,15 +267,19 @@ def train(
         file = {} if config is None else runs.read_config(config)
         if resume and config is None and (out / "config.toml").exists():
             file = runs.read_config(out / "config.toml")
-        named = [] if model is None else [f"model.name={model}"]
-        run = runs.Run.of(source, _with_data(file, folder, download), named + (set_ or []))
+        more = [] if model is None else [f"model.name={model}"]
+        more += [*(set_ or []), *([] if shard_size is None else [f"run.shard_size={shard_size}"])]
+        more += ["run.tensorboard=true"] if tensorboard else []
+        run = runs.Run.of(source, _with_data(file, folder, download), more)
         _check_device(device)
     try:
-        with _terminable(), _errors():
+        with terminable(), _errors():
             result = runs.train(run, out, device.value, resume, lambda text: console.print(text, highlight=False))
     except KeyboardInterrupt:
         console.print(f"Interrupted. The state is in {out}; the same command with --resume goes on from there.")
         raise typer.Exit(INTERRUPTED) from None
+    if not result:  # another process of this run tells it
+        return
     noise = "" if result["test_bpd_noise_se"] is None else f", noise ± {result['test_bpd_noise_se']:.4f}"
     typer.echo(
         f"{result['test_bpd']:.4f} ± {result['test_bpd_se']:.4f} bits/dim on {result['test_images']} test images"
@@ -278,6 +296,9 @@ def evaluate(
     download: Download = False,
     draws: Annotated[int, typer.Option(min=1, help="Draws of the noise that makes whole numbers continuous.")] = 1,
     batch_size: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 256,
+    precision: Annotated[
+        Precision, typer.Option(help="Of matrix products: tf32 and bf16 are fast on a GPU, bf16 is the least exact.")
+    ] = Precision.full,
     device: Annotated[Device, typer.Option(help="Where to evaluate.")] = Device.cpu,
     json_: Annotated[bool, typer.Option("--json", help="Numbers as JSON.")] = False,
 ) -> None:
@@ -292,7 +313,7 @@ def evaluate(
         _check_device(device)
         flow = load(model).to(device.value)
         images = runs.images_of(source, {"folder": folder, "download": download})
-        found = bits_per_dim(flow, images.test, draws=draws, batch_size=batch_size)
+        found = bits_per_dim(flow, images.test, draws=draws, batch_size=batch_size, precision=precision.value)
         error = reconstruction_error(flow, images.test[:batch_size])
     if json_:
         typer.echo(json.dumps({**vars(found), "reconstruction_error": error}))
@@ -391,7 +412,7 @@ def fit_command(
 
     from quarflow import table_runs
 
-    with _errors(), _plain_warnings(), _terminable():
+    with _errors(), _plain_warnings(), terminable():
         try:
             found = table_runs.fit(
                 data,
@@ -444,7 +465,7 @@ def score(
     from quarflow.checkpoint import load
     from quarflow.table_flow import TableFlow
 
-    with _errors(), _plain_warnings(), _terminable():
+    with _errors(), _plain_warnings(), terminable():
         try:
             flow = load(model)
             if not isinstance(flow, TableFlow):
@@ -511,14 +532,21 @@ def _plain_warnings() -> Iterator[None]:
 @contextmanager
 def _errors() -> Iterator[None]:
     """What a user can mend is a message and exit code 2, what failed while it ran is one with exit code 1."""
+    from quarflow.checks import is_out_of_memory
     from quarflow.training import TrainingDiverged
 
     try:
         yield
     except (ValueError, FileNotFoundError) as error:
         raise typer.BadParameter(str(error)) from error
-    except (TrainingDiverged, ArithmeticError, OSError, MemoryError, ImportError) as error:
-        Console(stderr=True).print(f"{type(error).__name__}: {error}", highlight=False, markup=False)
+    except (TrainingDiverged, ArithmeticError, OSError, MemoryError, ImportError, RuntimeError) as error:
+        text = f"{type(error).__name__}: {error}"
+        if isinstance(error, RuntimeError):
+            if not is_out_of_memory(error):
+                raise
+            why = str(error).partition("\n")[0]
+            text = f"MemoryError: {why} Give fewer images at a time (evaluate --batch-size, sample -n)."
+        Console(stderr=True).print(text, highlight=False, markup=False)
         raise typer.Exit(1) from error
 
 
@@ -542,10 +570,13 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
+def terminable() -> Iterator[None]:
     """To be told to end, as by ``timeout``, is Ctrl-C; also where that is ignored, as in jobs that a script started."""
+    from quarflow.training import ask_to_stop
 
     def stop(number: int, frame: object) -> None:
+        if ask_to_stop():
+            return
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.raise_signal(signal.SIGINT)

@@ -5,10 +5,12 @@ in the folder     what it is
 ================  ================================================================================================
 ``config.toml``   every option of the run, those left out too
 ``log.jsonl``     a line for each entry of the history: step, loss, learning rate, seconds; bits/dim on validation
-``state``         to go on from, written every so often, at Ctrl-C and at SIGTERM
+``state``         to go on from, written every so often, at Ctrl-C and at SIGTERM; with ``shard_size`` an index of
+                  the files ``state-*.safetensors``
 ``model.qf``      the best weights on validation, for `quarflow.load`
 ``samples.png``   draws, now and then and at the end
 ``result.json``   bits/dim on the test set, parameters, time
+``tensorboard/``  what is in the log, if asked for
 ================  ================================================================================================
 """
 
@@ -21,16 +23,17 @@ import os
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from quarflow import models
-from quarflow.checkpoint import save
-from quarflow.checks import check_count, check_positive
+from quarflow.checkpoint import save, size_in_bytes
+from quarflow.checks import check_choice, check_count, check_positive
 from quarflow.data.images import SOURCES, Images, load_images, save_grid
 from quarflow.flow import Flow
 from quarflow.pixels import bits_per_dim, quantise
@@ -77,9 +80,18 @@ class Run:
     draws: int = 3  # of noise, for bits/dim on the test set
     checkpoint_minutes: float = 3.0
     sample_minutes: float = 10.0
+    recompute: bool = False  # hidden values again in the backward pass: little memory, a third more time
+    graph: bool = True  # on a GPU: a step is one CUDA graph
+    shard_size: str | None = None  # of the files of the state and the model, such as "16MiB"; None: one file
+    compact: bool = False  # averages and moments in the state in bfloat16
+    tensorboard: bool = False
 
     def __post_init__(self) -> None:
         check_count("draws", self.draws)
+        for name in ("recompute", "graph", "compact", "tensorboard"):
+            check_choice(name, getattr(self, name), (True, False))
+        if self.shard_size is not None:
+            size_in_bytes(self.shard_size)
         for name in ("checkpoint_minutes", "sample_minutes"):
             check_positive(name, getattr(self, name))
 
@@ -92,7 +104,7 @@ class Run:
         for section, options in (file or {}).items():
             if section not in SECTIONS or not isinstance(options, Mapping):
                 raise ValueError(f"configuration: expected sections {', '.join(SECTIONS)}; got {section!r}.")
-            merged[section] |= options
+            merged[section] |= {key: None if value == "none" else value for key, value in options.items()}
         for text in settings or []:
             name, equals, given = text.partition("=")
             section, dot, key = name.strip().partition(".")
@@ -106,7 +118,7 @@ class Run:
         allowed = {
             "data": {"folder", "download"},
             "training": {f.name for f in dataclasses.fields(Options)},
-            "run": {"validation", "draws", "checkpoint_minutes", "sample_minutes"},
+            "run": {f.name for f in dataclasses.fields(cls)} - {"source", "data", "model", "training"},
         }
         for section, known in allowed.items():
             if unknown := set(merged[section]) - known:
@@ -137,8 +149,7 @@ class Run:
         lines = [f"# quarflow train {source} --config THIS_FILE"]
         for section, options in sections.items():
             lines += ["", f"[{section}]"]
-            # TOML has no null: what is None is left out, which is its default or is said on the command line.
-            lines += [f"{key} = {_toml(value)}" for key, value in options.items() if value is not None]
+            lines += [f"{key} = {_toml(value)}" for key, value in options.items()]
         return "\n".join(lines) + "\n"
 
 
@@ -153,6 +164,8 @@ def value(text: str) -> Any:
 
 
 def _toml(value: Any) -> str:
+    if value is None:
+        return '"none"'  # TOML has no null
     return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
@@ -169,6 +182,27 @@ def images_of(source: str, data: Mapping[str, Any]) -> Images:
     return load_images(source if source in SOURCES else Path(source), data.get("folder"), data.get("download", False))
 
 
+@contextmanager
+def processes(device: str) -> Iterator[tuple[bool, torch.device]]:
+    """Within it, `torch.distributed` joins the processes that ``torchrun`` started, if it did; this one's device.
+
+    >>> with processes("cpu") as (distributed, where):
+    ...     print(distributed, where)
+    False cpu
+    """
+    if not (dist.is_available() and dist.is_torchelastic_launched()):
+        yield False, torch.device(device)
+        return
+    where = torch.device(device, int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device(device)
+    if device == "cuda":
+        torch.cuda.set_device(where)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    try:
+        yield True, where
+    finally:
+        dist.destroy_process_group()
+
+
 def train(
     run: Run,
     out: Path,
@@ -178,32 +212,48 @@ def train(
 ) -> dict[str, Any]:
     """Trains, evaluates and writes ``out``; returns what is in ``result.json``.
 
-    With ``resume`` a run goes on from its ``state``, to the same end as without the break.
+    With ``resume`` a run goes on from its ``state``, to the same end as without the break. Under ``torchrun`` the
+    processes share every batch; the first of them writes, and what the others return is empty.
     """
-    images = images_of(run.source, run.data)
-    flow = run.build(images.shape).to(device)
-    out.mkdir(parents=True, exist_ok=True)
-    state, config = out / "state", run.to_toml()
-    if not resume and state.exists():
-        raise ValueError(f"{state}: a run is there already. Go on with it (--resume), or give another folder.")
-    resume = resume and state.exists()
-    (out / "config.toml").write_text(config)
-    parameters = sum(p.numel() for p in flow.parameters())
-    say(f"{run.source}: {len(images.train)} images of {images.shape} to train on, {parameters:,} parameters")
-    with _observed(run, out, resume) as show:
-        history = fit(
-            flow,
-            images.train,
-            validation=run.validation,
-            progress=show,
-            checkpoint=state,
-            checkpoint_seconds=60 * run.checkpoint_minutes,
-            resume=resume,
-            **dataclasses.asdict(run.training),
-        )
-    save(flow, out / "model.qf")
+    with processes(device) as (distributed, where):
+        first = not distributed or dist.get_rank() == 0
+        images = images_of(run.source, run.data)
+        flow = run.build(images.shape).to(where)
+        state = out / "state"
+        if not resume and state.exists():
+            raise ValueError(f"{state}: a run is there already. Go on with it (--resume), or give another folder.")
+        out.mkdir(parents=True, exist_ok=True)
+        if distributed:
+            dist.barrier()  # before the first writes what the others look for
+        going_on = resume and state.exists()
+        if first and not going_on:
+            _replace(out / "config.toml", run.to_toml())
+        parameters = sum(p.numel() for p in flow.parameters())
+        if first:
+            say(f"{run.source}: {len(images.train)} images of {images.shape} to train on, {parameters:,} parameters")
+        with _observed(run, out, going_on) if first else nullcontext(False) as show:
+            history = fit(
+                flow,
+                images.train,
+                validation=run.validation,
+                progress=show,
+                checkpoint=state,
+                checkpoint_seconds=60 * run.checkpoint_minutes,
+                shard_size=run.shard_size,
+                compact=run.compact,
+                resume=going_on,
+                recompute=run.recompute,
+                graph=run.graph and where.type == "cuda",
+                distributed=distributed,
+                **dataclasses.asdict(run.training),
+            )
+    if first:
+        _replace(out / "config.toml", run.to_toml())  # only now is it known to be that of the state
+        save(flow, out / "model.qf", run.shard_size)
     if history.stopped == "interrupted":
         raise KeyboardInterrupt
+    if not first:
+        return {}
     result = evaluated(run, flow, images, history) | {"parameters": parameters}
     _replace(out / "result.json", json.dumps(result, indent=1) + "\n")
     save_samples(flow, out / "samples.png")
@@ -212,6 +262,7 @@ def train(
 
 def evaluated(run: Run, flow: Flow, images: Images, history: History) -> dict[str, Any]:
     """Bits/dim on the test set, and on validation, where the weights were chosen."""
+    begun = time.monotonic()
     found = bits_per_dim(flow, images.test, draws=run.draws)
     best = history.best_validation
     return {
@@ -221,15 +272,17 @@ def evaluated(run: Run, flow: Flow, images: Images, history: History) -> dict[st
         "test_bpd_noise_se": found.noise_error,
         "test_images": found.n,
         "draws": found.draws,
-        "validation_bpd": None if best is None else _bits(flow, best),
+        "validation_bpd": None if best is None else bits(flow, best),
         "best_step": history.best_step,
         "steps": history.steps[-1] if history.steps else 0,
         "stopped": history.stopped,
         "minutes": history.seconds / 60,
+        "test_seconds": time.monotonic() - begun,
     }
 
 
-def _bits(flow: Flow, nats: float) -> float:
+def bits(flow: Flow, nats: float) -> float:
+    """Bits/dim of a mean log-density of dequantised images, in nats."""
     return 8 - nats / (flow.event_shape.numel() * math.log(2))
 
 
@@ -251,31 +304,43 @@ def _observed(run: Run, out: Path, resume: bool) -> Iterator[Callable[[Trainer],
     sampled = time.monotonic()
 
     def entries(trainer: Trainer) -> list[dict[str, Any]]:
-        h, bits = trainer.history, (lambda nats: _bits(trainer.flow, nats))
+        h, flow = trainer.history, trainer.flow
         new: list[dict[str, Any]] = [
-            {"step": h.steps[i], "train_bpd": bits(-h.loss[i]), "learning_rate": h.learning_rate[i]}
+            {"step": h.steps[i], "train_bpd": bits(flow, -h.loss[i]), "learning_rate": h.learning_rate[i]}
             for i in range(seen["loss"], len(h.loss))
         ]
         new += [
-            {"step": h.validation_steps[i], "validation_bpd": bits(h.validation[i])}
+            {"step": h.validation_steps[i], "validation_bpd": bits(flow, h.validation[i])}
             for i in range(seen["validation"], len(h.validation))
         ]
         seen["loss"], seen["validation"] = len(h.loss), len(h.validation)
         return [{**each, "seconds": round(trainer.seconds, 1)} for each in new]
 
-    with bar(None) as drawn, log.open("a" if resume else "w", encoding="utf-8") as file:
+    with ExitStack() as stack:
+        drawn = stack.enter_context(bar(None))
+        file = stack.enter_context(log.open("a" if resume else "w", encoding="utf-8"))
+        board = _board(out / "tensorboard") if run.tensorboard else None
+        if board is not None:
+            stack.callback(board.close)
         last: Trainer | None = None
 
         def write(trainer: Trainer) -> None:
             for each in entries(trainer):
                 file.write(json.dumps(each) + "\n")
                 file.flush()
+                if board is not None:
+                    for name in each.keys() - {"step"}:
+                        board.add_scalar(name, each[name], each["step"])
 
         def show(trainer: Trainer) -> None:
             nonlocal sampled, last
-            if last is None and resume:  # what the history brought along is in the log already
-                seen["loss"] = sum(s < trainer.step for s in trainer.history.steps)
-                seen["validation"] = sum(s < trainer.step for s in trainer.history.validation_steps)
+            if last is None and resume:
+                # A run that was killed may have logged more than its state holds, one that was asked to end less.
+                kept = [entry for entry in read_log(log) if entry["step"] < trainer.step]
+                file.truncate(0)
+                file.writelines(json.dumps(entry) + "\n" for entry in kept)
+                seen["loss"] = sum("train_bpd" in entry for entry in kept)
+                seen["validation"] = len(kept) - seen["loss"]
             last = trainer
             write(trainer)
             drawn(trainer)
@@ -288,6 +353,23 @@ def _observed(run: Run, out: Path, resume: bool) -> Iterator[Callable[[Trainer],
         # The entries of the end; a run that was cut will come to them.
         if last is not None and last.history.stopped != "interrupted":
             write(last)
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The entries of a log; a last line that was cut is left out."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
+
+
+def _board(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError("run.tensorboard needs TensorBoard: pip install 'quarflow[tensorboard]'") from error
+    return SummaryWriter(str(folder))
 
 
 def _replace(path: Path, text: str) -> None:

@@ -249,6 +249,14 @@ def test_models(name: str, context: int) -> None:
     assert flow.sample(2, None if c is None else c.float()).shape == x.shape
 
 
+@pytest.mark.parametrize("order", ["pixel", "channel"])
+@pytest.mark.parametrize("channels", [1, 2, 3])
+def test_fresh_weights_are_finite(order: str, channels: int) -> None:
+    flow = qf.models.quar_image((channels, 4, 4), blocks=(1, 1), hidden=24, order=order)
+    assert all(bool(p.isfinite().all()) for p in flow.parameters())
+    assert bool(flow.log_prob(torch.rand(3, channels, 4, 4)).isfinite().all())
+
+
 @pytest.mark.parametrize("name", ["factored out", "glow", "flowpp, variational"])
 def test_a_model_is_saved_and_loaded(tmp_path, name: str) -> None:
     flow = MODELS[name](2)

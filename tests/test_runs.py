@@ -1,5 +1,6 @@
 """Runs on images: their options, their files, and that one that was cut comes to the same end."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 import quarflow as qf
 from quarflow import runs
+from quarflow.checkpoint import read_tensors
 from quarflow.cli import app
 from quarflow.data.images import load_images
 from quarflow.pixels import reconstruction_error
@@ -27,6 +29,11 @@ TINY = ["--set", "model.blocks=[1, 1]", "--set", "model.hidden=8", "--set", "tra
 
 def command(*words):
     return CliRunner().invoke(app, list(map(str, words)))
+
+
+def curve(out):
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return {(line["step"], key): line[key] for line in lines for key in ("train_bpd", "validation_bpd") if key in line}
 
 
 def test_a_run_writes_everything(tmp_path):
@@ -70,19 +77,31 @@ def test_a_run_is_not_written_over(tmp_path):
     done = command("train", "digits", "--out", tmp_path, *TINY)
     assert done.exit_code == 2
     assert "--resume" in done.output
+    config = (tmp_path / "config.toml").read_text()
+    for change, message in (("model.hidden=12", "another run: its flow"), ("training.seed=1", "its seed is 0, now 1")):
+        done = command("train", "digits", "--out", tmp_path, "--resume", "--set", change)
+        assert done.exit_code == 2
+        assert message.replace(" ", "") in "".join(c for c in done.output if c not in "│\n ")
+    assert (tmp_path / "config.toml").read_text() == config
+    assert command("train", "digits", "--out", tmp_path, "--resume").exit_code == 0
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_run_that_was_killed_comes_to_the_same_end(tmp_path, how):
-    settings = [*TINY[:4], "--set", "training.max_steps=150", "--set", "run.checkpoint_minutes=0.005"]
+@pytest.mark.parametrize(("how", "more"), [(signal.SIGTERM, []), (signal.SIGKILL, ["--shard-size", "16KiB"])])
+def test_a_run_that_was_killed_comes_to_the_same_end(tmp_path, how, more):
+    settings = [*TINY[:4], "--set", "training.max_steps=150", "--set", "run.checkpoint_minutes=0.005", *more]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     words = [sys.executable, "-m", "quarflow.cli", "train", "digits", *settings, "--out"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def start(out, *more):
-        return subprocess.Popen(
-            [*words, str(out), *more], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+        # As a script starts jobs: Ctrl-C is ignored, SIGTERM is not.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            return subprocess.Popen(
+                [*words, str(out), *more], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     process = start(cut)
     deadline = time.monotonic() + 100
@@ -91,6 +110,9 @@ def test_a_run_that_was_killed_comes_to_the_same_end(tmp_path, how):
     process.send_signal(how)
     _, said = process.communicate(timeout=60)
     assert process.returncode == (130 if how == signal.SIGTERM else -how), said
+    at = json.loads(read_tensors(cut / "state", "training")[1]["state"])["step"]
+    logged = max(step for step, _ in curve(cut))
+    assert how == signal.SIGKILL or logged <= at < logged + 10
     assert not (cut / "result.json").exists()
     for out, more in ((cut, ["--resume"]), (whole, [])):
         process = start(out, *more)
@@ -99,16 +121,79 @@ def test_a_run_that_was_killed_comes_to_the_same_end(tmp_path, how):
     results = [json.loads((out / "result.json").read_text()) for out in (cut, whole)]
     for each in results:
         each.pop("minutes")
+        each.pop("test_seconds")
     assert results[0] == results[1]
-    steps = [json.loads(line).get("step") for line in (cut / "log.jsonl").read_text().splitlines()]
-    assert steps[-1] == 150
+    assert curve(cut) == curve(whole)
 
 
-def test_options_come_from_preset_file_and_command_line_in_this_order():
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX")
+def test_two_processes_are_one_with_the_joined_batch_and_one_goes_on_from_their_pieces(tmp_path):
+    settings = [*TINY[:4], "--set", "training.max_steps=100", "--shard-size", "16KiB"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert command("train", "digits", "--out", one, *settings).exit_code == 0
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "quarflow.cli"]
+    with (tmp_path / "said").open("w+") as said:
+        both = subprocess.Popen(
+            [sys.executable, *words, "train", "digits", "--out", str(two), *settings],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=said,
+            stderr=said,
+        )
+        deadline = time.monotonic() + 100
+        while time.monotonic() < deadline and both.poll() is None:
+            if (two / "log.jsonl").exists() and '"step": 20, ' in (two / "log.jsonl").read_text():
+                both.send_signal(signal.SIGTERM)
+                break
+            time.sleep(0.01)
+        both.wait(timeout=100)
+        said.seek(0)
+        assert "Interrupted. The state is in" in said.read()
+    assert not (two / "result.json").exists()
+    assert len(list(two.glob("state-*-of-*.safetensors"))) > 1
+    shared = curve(two)
+    assert 100 > max(step for step, _ in shared) >= 20
+    assert curve(one) | shared == pytest.approx(curve(one), abs=1e-6)
+    done = command("train", "digits", "--out", two, "--resume")
+    assert done.exit_code == 0, done.output
+    # After that many steps differences of rounding have grown.
+    assert curve(two) == pytest.approx(curve(one), abs=1e-4)
+
+
+def test_batches_that_processes_cannot_share(monkeypatch):
+    from quarflow import training
+
+    monkeypatch.setattr(training, "_place_in", lambda distributed: (3, 0) if distributed else (1, 0))
+    flow, x = qf.models.quar(2, blocks=1, hidden=(4,)), training.Rows(torch.randn(40, 2))
+    for options, message in (
+        ({"batch_size": 10}, "batch_size: expected a multiple of the 3 processes; got 10. Take 9"),
+        ({"max_seconds": 3.0, "batch_size": 9}, "max_seconds: expected None with several processes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            training.Trainer(flow, x, None, training.Options(**options), distributed=True)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_log_for_tensorboard(tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    done = command("train", "digits", "--out", tmp_path, "--tensorboard", *TINY)
+    assert done.exit_code == 0, done.output
+    found = events.EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    for name in ("train_bpd", "validation_bpd"):
+        shown = {(e.step, name): e.value for e in found.Scalars(name)}
+        assert shown == pytest.approx({k: v for k, v in curve(tmp_path).items() if k[1] == name}, rel=1e-6)
+
+
+def test_options_come_from_preset_file_and_command_line_in_this_order(tmp_path):
     file = {"model": {"hidden": 32, "order": "channel"}, "training": {"max_steps": 5}, "run": {"draws": 7}}
     run = Run.of("digits", file, ["training.max_steps=6", "model.activation=sine", "training.patience=none"])
     assert dict(run.model) == {"blocks": (4, 4), "hidden": 32, "order": "channel", "activation": "sine"}
     assert (run.training.max_steps, run.training.patience, run.draws) == (6, None, 7)
+    (tmp_path / "config.toml").write_text(run.to_toml())
+    assert Run.of("digits", runs.read_config(tmp_path / "config.toml")) == dataclasses.replace(
+        run, model={**run.model, "blocks": [4, 4]}
+    )
     flow = run.build((1, 8, 8))
     assert flow.config.order == "channel"
     other = Run.of("digits", {}, ["model.name=residual_image", "model.hidden=8"]).build((1, 8, 8))
@@ -156,6 +241,8 @@ def test_a_folder_of_pictures(tmp_path):
         (["train", "digits", "--set", "training.epochs=3"], 2, "[training] has no 'epochs'"),
         (["train", "digits", "--set", "model.width=3"], 2, "has no option 'width'"),
         (["train", "digits", "--set", "run.draws=0"], 2, "draws: expected an integer >= 1"),
+        (["train", "digits", "--set", "run.recompute=3"], 2, "recompute: expected one of True, False; got 3"),
+        (["train", "digits", "--shard-size", "big"], 2, "shard_size: expected a size of 1KiB or more"),
         (["train", "digits", "--device", "cuda"], 2, "torch sees none"),
         (["train", "mnist", "--folder", "FOLDER"], 2, "the files of mnist must be together"),
         (["train", "digits", "--config", "CONFIG"], 2, "expected a TOML file"),
