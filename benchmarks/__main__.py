@@ -12,10 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.harness import RESULTS, ROOT, load
 
-NAMES = ("import_time", "vectors_cpu", "residual_cost", "inverse", "scaling", "tabular")
+NAMES = ("import_time", "vectors_cpu", "residual_cost", "inverse", "scaling", "states", "tabular")
 LONG = ("tabular",)  # hours, and files that the repository does not hold
+ON_A_GPU = ("images_gpu",)
 README = Path(__file__).resolve().parent / "README.md"
 MARK = "<!-- tables: written by `python -m benchmarks --tables` -->"
 
@@ -23,7 +26,7 @@ MARK = "<!-- tables: written by `python -m benchmarks --tables` -->"
 def tables() -> str:
     """The tables of every committed result, each under where and when it was measured."""
     parts = []
-    for name in NAMES:
+    for name in (*NAMES, *ON_A_GPU):
         path = RESULTS / f"{name}.json"
         if path.exists():
             result = load(path)
@@ -40,8 +43,9 @@ def with_tables(readme: str) -> str:
 def provenance(result: dict[str, Any]) -> str:
     """One line: hardware, versions, date and commit."""
     versions = {"Python": result["python"], "torch": result["torch"], **result["packages"]}
+    gpu = f"{result['gpu']}; " if result.get("gpu") else ""
     return (
-        f"{result['cpu']}, {result['threads']} thread on {result['cores']} cores (load {result['load']}); "
+        f"{gpu}{result['cpu']}, {result['threads']} thread on {result['cores']} cores (load {result['load']}); "
         f"{', '.join(f'{name} {v}' for name, v in versions.items())}; "
         f"{result['date']}; commit `{result['commit']}`"
     )
@@ -52,7 +56,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tables", action="store_true", help="measure nothing")
     if not parser.parse_args().tables:
-        for name in sorted(set(NAMES) - set(LONG), key=NAMES.index):
+        for name in (*NAMES, *ON_A_GPU) if torch.cuda.is_available() else NAMES:
+            if name in LONG:
+                continue
             subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], cwd=ROOT, check=True)
     README.write_text(with_tables(README.read_text()))
 

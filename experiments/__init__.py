@@ -6,6 +6,7 @@
 `figure2` ..      which models a figure compares, its numbers and its picture
 `table1`          four flows of images, by the runs of ``quarflow train``
 `readme`          the tables of the README, from the results
+`images`          MNIST and CIFAR-10 from scratch on one card
 ================  ==========================================================================================
 
 These modules import quarflow; nothing in quarflow needs them but the command ``reproduce``.

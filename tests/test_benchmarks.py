@@ -33,7 +33,7 @@ KEYS = {
 }
 
 
-def quick(name, folder, capsys):
+def quick(name, folder, capsys, tables=1):
     """The result of a quick run, with what holds for every benchmark checked."""
     importlib.import_module(f"benchmarks.{name}").main(["--quick", "--out", str(folder)])
     text = (folder / f"{name}.json").read_text()
@@ -46,7 +46,7 @@ def quick(name, folder, capsys):
     assert os.uname().nodename not in text
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(lines) > 2
-    assert len({line.count(" | ") for line in lines}) == 1  # a table, every row of which is whole
+    assert len({line.count(" | ") for line in lines}) <= tables  # every row of a table is whole
     assert everything.provenance(harness.load(folder / f"{name}.json")).startswith(result["cpu"])
     return result
 
@@ -172,6 +172,31 @@ def test_a_kernel_density_is_a_density():
     assert torch.allclose(total, torch.ones(2), atol=1e-4)
 
 
+def test_states(tmp_path, capsys):
+    rows = {row["state"]: row for row in quick("states", tmp_path, capsys)["rows"]}
+    assert rows["one file"]["most_bits_from_whole"] == rows["in pieces of 64 KiB"]["most_bits_from_whole"] == 0
+    assert 0 < rows["compact"]["most_bits_from_whole"] < 0.01
+    assert rows["compact"]["bytes_per_parameter"] < 0.75 * rows["one file"]["bytes_per_parameter"]
+
+
+def test_images_gpu(tmp_path, capsys):
+    """Its twin on a CPU, or on a GPU if there is one."""
+    result = quick("images_gpu", tmp_path, capsys, tables=2)
+    rows = {(row["what"], row["model"], row["how"]): row for row in result["rows"]}
+    assert {model for _, model, _ in rows} == {"QuAR", "residual"}
+    for model in ("QuAR", "residual"):
+        assert rows["test", model, "full"]["bits_from_full"] == 0
+        assert 0 < abs(rows["test", model, "bf16"]["bits_from_full"]) < 0.02
+    assert (result["gpu"] is None) == all(row["gibibytes"] is None for row in rows.values())
+
+
+def test_images_gpu_needs_one():
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(SystemExit, match="expected a GPU"):
+        importlib.import_module("benchmarks.images_gpu").main(["--out", "nowhere"])
+
+
 def test_ratio_is_round_by_round():
     slow, fast = [2.0, 20.0, 4.0], [1.0, 10.0, 2.0]  # a machine that was ten times slower for one round
     assert harness.ratio(slow, fast) == harness.Spread(2.0, 2.0, 2.0)
@@ -228,4 +253,4 @@ def test_the_tables_of_the_readme_are_those_of_the_results():
     for path in harness.RESULTS.glob("*.json"):
         result = harness.load(path)
         assert not result["quick"]
-        assert result["benchmark"] == path.stem in everything.NAMES
+        assert result["benchmark"] == path.stem in (*everything.NAMES, *everything.ON_A_GPU)

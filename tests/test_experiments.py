@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,9 +20,10 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import quarflow as qf  # noqa: E402
-from experiments import figure2, figure3, figures4_6, jobs, readme, reproduce, synthetic, table1  # noqa: E402
+from experiments import figure2, figure3, figures4_6, images, jobs, readme, reproduce, synthetic, table1  # noqa: E402
 from experiments.synthetic import Model  # noqa: E402
 from quarflow.cli import app  # noqa: E402
+from quarflow.data.images import load_images  # noqa: E402
 from quarflow.data.toy import EightGaussians, GaussianMixture, TwoUniforms  # noqa: E402
 from quarflow.transforms import Affine, Chain, Reverse  # noqa: E402
 
@@ -556,3 +558,55 @@ def test_progress_may_be_a_function():
     assert seen == list(range(1, 8))
     with pytest.raises(ValueError, match="optimizer: expected one of 'adam', 'adamax'"):
         qf.fit(qf.models.maf(2), torch.randn(64, 2), optimizer="sgd")
+
+
+# Images.
+
+
+def images_command(*words):
+    images.main(list(map(str, words)))
+
+
+def test_images_from_scratch_to_a_result(tmp_path):
+    pytest.importorskip("sklearn")
+    pytest.importorskip("PIL")
+    places = ["--out", tmp_path / "runs", "--results", tmp_path, "--device", "cpu"]
+    images_command("digits", "--set", "training.max_steps=12", *places)
+    found = json.loads((tmp_path / "digits.json").read_text())
+    assert {"test_bpd", "test_bpd_se", "gpu_minutes", "parameters", "command", "commit"} <= found.keys()
+    flow = qf.load(tmp_path / "runs" / "digits" / "model.qf")
+    assert found["parameters"] == sum(p.numel() for p in flow.parameters())
+    test = load_images("digits").test
+    assert found["test_bpd"] == pytest.approx(qf.bits_per_dim(flow, test, draws=2).bpd, rel=1e-6)
+    assert found["steps"] == 12
+    assert found["validation_bpd"] == pytest.approx(min(bits for _, bits in found["curve"]), abs=0.05)
+    assert 0 < abs(found["bits_from_full"]["bf16"]) < 0.02
+    assert found["sampling"]["error_in_images"] < 1e-4
+    assert found["sampling"]["error_in_noise"] < 1e-3
+    assert 2 <= found["sampling"]["sweeps_per_block"] <= found["sampling"]["most_sweeps"]
+    # The same command again finds it finished.
+    images_command("digits", "--set", "training.max_steps=12", *places)
+    again = json.loads((tmp_path / "digits.json").read_text())
+    assert again["test_bpd"] == found["test_bpd"]
+
+
+def test_choices_are_made_on_validation_images_and_kept(tmp_path, monkeypatch):
+    pytest.importorskip("sklearn")
+    monkeypatch.setattr(images, "CHOICES", {"order: channel": "model.order=channel"})
+    digits = load_images("digits")
+    monkeypatch.setattr(images.runs, "images_of", lambda *_: SimpleNamespace(train=digits.train, shape=digits.shape))
+    words = ["digits", "--choose", "--seconds", 0.5, "--results", tmp_path, "--device", "cpu"]
+    images_command(*words)
+    rows = json.loads((tmp_path / "digits_choices.json").read_text())["rows"]
+    assert [row["choice"] for row in rows] == ["as it is", "order: channel"]
+    assert all(row["validation_bpd"] < 8 for row in rows)
+    monkeypatch.setattr(images, "fit", lambda *arguments, **options: pytest.fail("trained again"))
+    images_command(*words)
+
+
+def test_every_configuration_of_images_builds():
+    for name in images.CONFIGS:
+        for setting in images.CHOICES.values():
+            run = images.configuration(name, "somewhere", [setting])
+            assert run.data == {"folder": "somewhere"}
+    assert images.configuration("mnist", None).training.max_seconds <= 25 * 60
