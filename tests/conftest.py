@@ -1,12 +1,16 @@
 """What holds for every test: one thread each (tests run side by side), no deadline, repeatable draws."""
 
 import os
+import signal
 
 import pytest
 import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+
+# A shell that runs the tests in the background has Ctrl-C ignored, and its children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("quarflow", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("quarflow")
