@@ -120,7 +120,7 @@ def test_the_form_for_gpus_is_the_same(name: str, monkeypatch: pytest.MonkeyPatc
         plain = outputs_and_gradients(net, x, c)
         with monkeypatch.context() as patched, torch.no_grad():
             triangular._fused.cache_clear()
-            patched.setattr(triangular, "_fuses", lambda numel, x: True)
+            patched.setattr(triangular, "_fuses", lambda x, numel: True)
             patched.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
             with torch.enable_grad():
                 fused = outputs_and_gradients(net, x, c)

@@ -16,6 +16,7 @@ parameters and what goes in and out keep theirs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, cast
 
@@ -50,7 +51,7 @@ def network(
     settings = (activations, masks, sigma, shared, features, theta is not None, delta is not None, live, stairs, dtype)
     theta = x.new_zeros(features) if theta is None else theta
     arrays = [x, theta, x if delta is None else delta, *weights, *offsets]
-    with torch.autocast(x.device.type, enabled=False):  # what is cast is said below
+    with _plain(x, dtype):
         if torch.is_grad_enabled() and any(t.requires_grad for t in arrays):
             return _Network.apply(settings, *arrays)
         return _forward(settings, arrays, keep=False)[:2]
@@ -89,6 +90,11 @@ def _forward(settings: Any, arrays: Sequence[Tensor], keep: bool) -> tuple[Tenso
     return value, diagonal, [scale, *steepest, *scaled_weights, scaled_blocks[-1], *kept] if keep else []
 
 
+def _plain(x: Tensor, dtype: torch.dtype) -> AbstractContextManager[None]:
+    """No autocast within: what is cast is said here."""
+    return nullcontext() if dtype == x.dtype else torch.autocast(x.device.type, enabled=False)
+
+
 def _cast(dtype: torch.dtype, *arrays: Any) -> Any:
     """Tensors of one dtype, lists of them and None, in another dtype."""
     tensors = (a[0] if isinstance(a, Sequence) else a for a in arrays if a is not None)
@@ -109,7 +115,7 @@ def carry(
     """As `quarflow.nn.triangular.carry`; every activation must have ``curves``."""
     dtype, stairs = products_dtype(x), _on(x, stairs)
     arrays = [x, x if delta is None else delta, *weights, *blocks, *offsets]
-    with torch.autocast(x.device.type, enabled=False):
+    with _plain(x, dtype):
         if torch.is_grad_enabled() and any(t.requires_grad for t in arrays):
             return _Carry.apply((activations, delta is not None, stairs, dtype), *arrays)
         a, weights, blocks, offsets, delta = _cast(dtype, x, weights, blocks, offsets, delta)
@@ -186,7 +192,7 @@ def _fused(kind: type[Activation], what: str, keep: bool) -> Callable[..., tuple
     return torch.compile(activate if what == "activate" else differentiate, dynamic=True)
 
 
-def _fuses(numel: int, x: Tensor) -> bool:
+def _fuses(x: Tensor, numel: int) -> bool:
     """On a GPU, where there are so many hidden values that passes over memory are what costs."""
     return x.is_cuda and numel >= 2**20 and has_triton()
 
@@ -208,15 +214,15 @@ def _carry(
     for weight, block, offset, act, panels in zip(weights, blocks, offsets, activations, stairs, strict=False):
         # ``unit * a`` is the value before, and ``act.unit * h`` the one here.
         u = block if delta is None else torch.bmm(block, delta)
-        fuses = _fuses(weight.shape[:-1].numel() * batch, x)
+        fuses = _fuses(x, weight.shape[:-1].numel() * batch)
         h = _product(weight, a, offset, 0 if fuses else 1 / act.unit, unit / act.unit, panels)
         if fuses:
             arrays = h, offset / act.unit, u.expand(-1, -1, batch)
-            found = _fused(cast("Any", type(act)), "activate", keep)(*(t.flatten(0, -2) for t in arrays))
+            flat = _fused(cast("Any", type(act)), "activate", keep)(*(t.flatten(0, -2) for t in arrays))
+            value, delta, *more = (t.view(features, -1, batch) for t in flat)
         else:
-            found = _activate(act, h.view(features, -1, batch), u, keep)
-        a, unit = found[0].view(h.shape), act.unit
-        delta, *more = (t.view(features, -1, batch) for t in found[1:])
+            value, delta, *more = _activate(act, h.view(features, -1, batch), u, keep)
+        a, unit = value.view(h.shape), act.unit
         kept += [a, delta, *more] if keep else []
     value = _product(weights[-1], a, offsets[-1], 1.0, unit, stairs[-1])
     return value, torch.bmm(blocks[-1], cast("Tensor", delta)).squeeze(1), kept
@@ -250,11 +256,12 @@ def _carry_backward(
         g_blocks[i] = torch.bmm(g_u, before.mT)
         # The last layer's is an outer product.
         g_delta = blocks[i].mT * g_u if i == layers - 1 else torch.bmm(blocks[i].mT, g_u)
-        arrays = _transposed_product(weights[i], g, stairs[i]), g_delta, a, before, *more
-        if _fuses(a.numel(), x):
+        back = _transposed_product(weights[i], g, stairs[i])
+        if _fuses(x, a.numel()):
+            arrays = back, g_delta, a, before, *more
             found = _fused(cast("Any", type(act)), "differentiate", True)(*(t.flatten(0, -2) for t in arrays))
         else:
-            found = _differentiate(act, *(t.view_as(before) for t in arrays))
+            found = _differentiate(act, back.view_as(before), g_delta, a.view_as(before), before, *more)
         g, g_u = found[0].view_as(a), found[1].view_as(before)
     g_offsets[0] = _as_offset(g, offsets[0])
     g_weights[0] = _outer_product(g, x, stairs[0])
