@@ -169,7 +169,8 @@ class Column:
     def restore(self, v: np.ndarray) -> np.ndarray:
         """The inverse of `standardise`."""
         x = v * self.scale + self.location
-        return (np.round(x / self.step) * self.step if self.step else x).clip(*self.bounds)
+        # A zero has no sign: files would show it.
+        return (np.round(x / self.step) * self.step if self.step else x).clip(*self.bounds) + 0.0
 
 
 class Rows(NamedTuple):

@@ -78,6 +78,9 @@ def test_whole_numbers_sum_to_one():
     assert abs(mass(finer, grid, 1) - 1) < 5e-4
     some = {"a": [3, 4], "b": [5, 6]}
     assert flow.score(some)[1] == flow.score({"a": [4], "b": [6]})[0]
+    draws = flow.draw(500)["a"].astype(float)
+    assert (draws == 0).any()
+    assert not np.signbit(draws[draws == 0]).any()
 
 
 def test_a_step_is_reported_per_unit():
