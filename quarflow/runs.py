@@ -333,12 +333,13 @@ def _observed(run: Run, out: Path, resume: bool) -> Iterator[Callable[[Trainer],
                         board.add_scalar(name, each[name], each["step"])
 
         def show(trainer: Trainer) -> None:
-            nonlocal sampled, last
+            nonlocal sampled, last, file
             if last is None and resume:
                 # A run that was killed may have logged more than its state holds, one that was asked to end less.
                 kept = [entry for entry in read_log(log) if entry["step"] < trainer.step]
-                file.truncate(0)
-                file.writelines(json.dumps(entry) + "\n" for entry in kept)
+                file.close()
+                _replace(log, "".join(json.dumps(entry) + "\n" for entry in kept))
+                file = stack.enter_context(log.open("a", encoding="utf-8"))
                 seen["loss"] = sum("train_bpd" in entry for entry in kept)
                 seen["validation"] = len(kept) - seen["loss"]
             last = trainer
