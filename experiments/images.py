@@ -24,6 +24,7 @@ from experiments.synthetic import provenance, read_json, write_json
 from quarflow import runs
 from quarflow.cli import terminable
 from quarflow.data.images import Images
+from quarflow.graph_training import WARM_UP
 from quarflow.pixels import bits_per_dim, reconstruction_error
 from quarflow.solvers import unchecked
 from quarflow.training import fit
@@ -63,17 +64,21 @@ CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 
-# Each is the configuration with this one setting changed.
-CHOICES: dict[str, str] = {
-    "order: channel": "model.order=channel",
-    "no reversal": "model.mixing=none",
-    "bound: diagonal (the paper)": "model.lipschitz=diagonal",
-    "activation: wave": "model.activation=wave",
-    "activation: sine": "model.activation=sine",
-    "batch 64": "training.batch_size=64",
-    "batch 256": "training.batch_size=256",
-    "learning rate 2e-3": "training.learning_rate=2e-3",
-    "learning rate 5e-4": "training.learning_rate=5e-4",
+# Each is the configuration with this changed.
+CHOICES: dict[str, list[str]] = {
+    "as it is": [],
+    "learning rate 2e-3": ["training.learning_rate=2e-3"],
+    "learning rate 4e-3": ["training.learning_rate=4e-3"],
+    "activation: wave": ["model.activation=wave"],
+    "activation: sine": ["model.activation=sine"],
+    "order: channel": ["model.order=channel"],
+    "no reversal": ["model.mixing=none"],
+    "bound: norms": ["model.bound=gram"],
+    "bound: diagonal, norms (the paper)": ["model.lipschitz=diagonal", "model.bound=gram"],
+    "sigma 0.99": ["model.sigma=0.99"],
+    "576 units": ["model.hidden=576"],
+    "batch 64": ["training.batch_size=64"],
+    "batch 256": ["training.batch_size=256"],
 }
 
 
@@ -169,33 +174,32 @@ def choose(name: str, options: argparse.Namespace) -> None:
     path = options.results / f"{name}_choices.json"
     options.results.mkdir(parents=True, exist_ok=True)
     done = {row["choice"]: row for row in (read_json(path) or {"rows": []})["rows"]}
-    for choice, setting in {"as it is": None, **CHOICES}.items():
+    for choice, settings in CHOICES.items():
         if choice in done:
             continue
         gc.collect()  # the graphs of the variant before hold its memory
         limit = ["training.max_steps=none", f"training.max_seconds={options.seconds}"]
-        run = configuration(name, options.folder, [*options.set, *limit, *([setting] if setting else [])])
+        run = configuration(name, options.folder, [*options.set, *limit, *settings])
         images = runs.images_of(name, run.data)
         flow = run.build(images.shape).to(options.device)
         found: dict[str, Any]
+        how = {"recompute": run.recompute, "graph": run.graph and options.device == "cuda", "progress": False}
+        settings_of_fit = dataclasses.asdict(run.training)
         try:
-            history = fit(
-                flow,
-                images.train,
-                validation=run.validation,
-                recompute=run.recompute,
-                graph=run.graph and options.device == "cuda",
-                **dataclasses.asdict(run.training),
-            )
+            # Kernels are compiled at their first use, which shall not count.
+            few = settings_of_fit | {"max_steps": WARM_UP, "max_seconds": None}
+            fit(run.build(images.shape).to(options.device), images.train[:2000], validation=0.5, **how, **few)
+            history = fit(flow, images.train, validation=run.validation, **how, **settings_of_fit)
             nats = history.best_validation or float("nan")
             found = {"validation_bpd": runs.bits(flow, nats), "steps": history.steps[-1] if history.steps else 0}
             if history.stopped == "interrupted":
                 raise KeyboardInterrupt
         except ArithmeticError as error:  # a variant that diverges is a result, too
             found = {"validation_bpd": None, "steps": None, "failed": str(error)}
-        done[choice] = {"choice": choice, "setting": setting, **found}
+        done[choice] = {"choice": choice, "settings": settings, **found}
         print(choice, found, flush=True)
         rows, command = list(done.values()), f"python -m experiments.images {name} --choose --seconds {options.seconds}"
+        command += "".join(f" --set {text}" for text in options.set)
         write_json(path, {"seconds": options.seconds, "rows": rows, "command": command, **provenance(options.device)})
 
 

@@ -592,7 +592,7 @@ def test_images_from_scratch_to_a_result(tmp_path):
 
 def test_choices_are_made_on_validation_images_and_kept(tmp_path, monkeypatch):
     pytest.importorskip("sklearn")
-    monkeypatch.setattr(images, "CHOICES", {"order: channel": "model.order=channel"})
+    monkeypatch.setattr(images, "CHOICES", {"as it is": [], "order: channel": ["model.order=channel"]})
     digits = load_images("digits")
     monkeypatch.setattr(images.runs, "images_of", lambda *_: SimpleNamespace(train=digits.train, shape=digits.shape))
     words = ["digits", "--choose", "--seconds", 0.5, "--results", tmp_path, "--device", "cpu"]
@@ -606,7 +606,7 @@ def test_choices_are_made_on_validation_images_and_kept(tmp_path, monkeypatch):
 
 def test_every_configuration_of_images_builds():
     for name in images.CONFIGS:
-        for setting in images.CHOICES.values():
-            run = images.configuration(name, "somewhere", [setting])
+        for settings in images.CHOICES.values():
+            run = images.configuration(name, "somewhere", settings)
             assert run.data == {"folder": "somewhere"}
     assert images.configuration("mnist", None).training.max_seconds <= 25 * 60

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import os
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before the first import of triton
+
 from registry import data
 from torch import Tensor
 
 from quarflow.kernels import triangular, usable
-from quarflow.nn import masks
+from quarflow.nn import convolution, masks
 from quarflow.nn.activations import ACTIVATIONS
 from quarflow.nn.conditioned import ConditionedNet
 from quarflow.nn.convolution import TriangularConvNet
@@ -108,6 +115,7 @@ def test_panels_cover_the_mask() -> None:
         assert bool((seen[mask] == 1).all())
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which the compiler looks at
 @pytest.mark.parametrize("name", ["elu", "wave"])
 def test_the_form_for_gpus_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here without the code that a GPU would run, but with the graph that it would be made of."""
@@ -119,16 +127,57 @@ def test_the_form_for_gpus_is_the_same(name: str, monkeypatch: pytest.MonkeyPatc
     for net, x, c in nets:
         plain = outputs_and_gradients(net, x, c)
         with monkeypatch.context() as patched, torch.no_grad():
-            triangular._fused.cache_clear()
-            patched.setattr(triangular, "_fuses", lambda x, numel: True)
+            forget_compiled()
+            patched.setattr(triangular, "fuses", lambda x, numel: True)
+            patched.setattr(convolution, "fuses", lambda x, numel: True)
+            patched.setattr(triangular, "_three", lambda *form: False)
             patched.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
             with torch.enable_grad():
                 fused = outputs_and_gradients(net, x, c)
             alone = net(x, c)
-        triangular._fused.cache_clear()
-        torch._dynamo.reset()
+        forget_compiled()
         assert relative_error(fused, plain) < 1e-13
         assert relative_error(alone, plain[:2]) < 1e-13
+
+
+def forget_compiled() -> None:
+    for made in (triangular._fused, triangular._scaled, convolution._around):
+        made.cache_clear()
+    torch._dynamo.reset()
+
+
+def image_net(name: str, **options: Any) -> tuple[Any, Tensor]:
+    return TriangularConvNet(2, hidden=12, activation=name, **options), torch.randn(5, 2, 4, 4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+@pytest.mark.parametrize("name", ["elu", "tanh", "sine", "wave"])
+def test_the_kernels_for_gpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of three layers, interpreted: in float32, as the interpreter knows no bfloat16."""
+    pytest.importorskip("triton")
+    torch.manual_seed(0)
+    nets = [
+        image_net(name),
+        image_net(name, order="channel", lipschitz="diagonal"),
+        image_net(name, opening=False, bound="gram"),
+        (TriangularNet(3, (5, 4), activation=name), torch.randn(20, 3)),
+    ]
+    for net, x in nets:
+        for p in net.parameters():
+            p.data += 0.3 * torch.randn_like(p)
+        exact = outputs_and_gradients(copy.deepcopy(net).double(), x.double(), None)
+        with monkeypatch.context() as patched:
+            forget_compiled()
+            patched.setattr(triangular, "fuses", lambda x, numel: True)
+            patched.setattr(convolution, "fuses", lambda x, numel: True)
+            patched.setattr(torch, "compile", lambda made, dynamic: made)
+            found = outputs_and_gradients(net, x, None)
+            with torch.no_grad():
+                alone = net(x)
+        forget_compiled()
+        plain = outputs_and_gradients(net, x, None)
+        assert relative_error(found, exact) < 2 * relative_error(plain, exact) + 1e-6
+        assert relative_error(alone, exact[:2]) < 2 * relative_error(plain[:2], exact[:2]) + 1e-6
 
 
 @pytest.mark.parametrize("kind", [TriangularNet, ConditionedNet])

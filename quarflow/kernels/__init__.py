@@ -6,9 +6,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._triton import has_triton
 
 
 def usable(x: Tensor) -> bool:
@@ -35,3 +39,16 @@ def products_dtype(x: Tensor) -> torch.dtype:
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return x.dtype
     return torch.get_autocast_dtype(kind)
+
+
+def fuses(x: Tensor, numel: int) -> bool:
+    """On a GPU, where there are so many hidden values that passes over memory are what costs."""
+    return x.is_cuda and numel >= 2**20 and has_triton()
+
+
+def fused(function: Callable[..., Any], name: str, dynamic: bool = True) -> Callable[..., Any]:
+    """``function``, which nothing else has made, compiled: each value is read and written once."""
+    # The compiler counts the variants (dtypes, layouts) of what has one code object, and gives up above a few.
+    code = function.__code__.replace(co_name=name)
+    kept = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    return torch.compile(kept, dynamic=dynamic)

@@ -23,9 +23,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
-from torch.utils._triton import has_triton
 
-from quarflow.kernels import products_dtype
+from quarflow.kernels import fused, fuses, products_dtype
 from quarflow.nn.activations import Activation
 from quarflow.nn.bounds import floor, safety
 from quarflow.nn.masks import WHOLE, Live, Panels
@@ -48,6 +47,11 @@ def network(
     """As `quarflow.nn.triangular.network`; every activation must have ``curves`` and a width of one."""
     live = [WHOLE] * len(weights) if live is None else live
     dtype, stairs = products_dtype(x), _on(x, stairs)
+    if _three(x, weights, offsets, activations, features):
+        parts = tuple(None if p is WHOLE else tuple((s.start, s.stop) for s in p) for p in live)
+        with torch.autocast(x.device.type, enabled=False):
+            scaled, blocks = _scaled(sigma, shared, features, parts)(list(weights), list(masks), theta)
+        return carry(x, scaled, blocks, offsets, activations, delta)
     settings = (activations, masks, sigma, shared, features, theta is not None, delta is not None, live, stairs, dtype)
     theta = x.new_zeros(features) if theta is None else theta
     arrays = [x, theta, x if delta is None else delta, *weights, *offsets]
@@ -114,6 +118,16 @@ def carry(
 ) -> tuple[Tensor, Tensor]:
     """As `quarflow.nn.triangular.carry`; every activation must have ``curves``."""
     dtype, stairs = products_dtype(x), _on(x, stairs)
+    if _three(x, weights, offsets, activations, len(blocks[0])) and blocks[0].shape[2] == 1:
+        from quarflow.kernels import triangular_triton
+
+        arrays = [t.contiguous() for t in (x, x if delta is None else delta, *weights, *blocks, *offsets)]
+        with _plain(x, dtype):
+            if torch.is_grad_enabled() and any(t.requires_grad for t in arrays):
+                return _Three.apply((activations, delta is not None, dtype), *arrays)
+            rest = arrays[2:5], arrays[5:8], arrays[8:]
+            given = None if delta is None else arrays[1]
+            return triangular_triton.forward(arrays[0], *rest, activations, given, dtype)[:2]
     arrays = [x, x if delta is None else delta, *weights, *blocks, *offsets]
     with _plain(x, dtype):
         if torch.is_grad_enabled() and any(t.requires_grad for t in arrays):
@@ -121,6 +135,17 @@ def carry(
         a, weights, blocks, offsets, delta = _cast(dtype, x, weights, blocks, offsets, delta)
         value, diagonal, _ = _carry(a, weights, blocks, offsets, activations, False, delta, stairs)
     return value.to(x.dtype), diagonal.to(x.dtype)
+
+
+def _three(
+    x: Tensor, weights: Sequence[Tensor], offsets: Sequence[Tensor], activations: Sequence[Activation], features: int
+) -> bool:
+    """Whether the kernels for three layers on a GPU are to run."""
+    if not fuses(x, len(weights[0]) * x.shape[-1]):
+        return False
+    from quarflow.kernels import triangular_triton
+
+    return triangular_triton.fits(x, weights, offsets, activations, features)
 
 
 def _on(x: Tensor, stairs: Sequence[Panels] | None) -> Sequence[Panels] | None:
@@ -189,12 +214,21 @@ def _fused(kind: type[Activation], what: str, keep: bool) -> Callable[..., tuple
         found: tuple[Tensor, ...] = _differentiate(act, g + 0, g_delta + 0, *rest)  # in place of copies
         return found
 
-    return torch.compile(activate if what == "activate" else differentiate, dynamic=True)
+    made = activate if what == "activate" else differentiate
+    return fused(made, f"{what}_{kind.__name__}_{keep}")
 
 
-def _fuses(x: Tensor, numel: int) -> bool:
-    """On a GPU, where there are so many hidden values that passes over memory are what costs."""
-    return x.is_cuda and numel >= 2**20 and has_triton()
+@cache
+def _scaled(sigma: float, shared: bool, features: int, live: tuple[Any, ...]) -> Callable[..., Any]:
+    """`quarflow.nn.triangular.scaled` of three layers, compiled."""
+    from quarflow.nn.triangular import scaled
+
+    parts = [WHOLE if part is None else (slice(*part[0]), slice(*part[1])) for part in live]
+
+    def scale(weights: list[Tensor], masks: list[Tensor], theta: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+        return scaled(weights, masks, theta, [1, 1], sigma, shared, features, parts)
+
+    return fused(scale, f"scale_{features}", dynamic=False)
 
 
 def _carry(
@@ -214,9 +248,9 @@ def _carry(
     for weight, block, offset, act, panels in zip(weights, blocks, offsets, activations, stairs, strict=False):
         # ``unit * a`` is the value before, and ``act.unit * h`` the one here.
         u = block if delta is None else torch.bmm(block, delta)
-        fuses = _fuses(x, weight.shape[:-1].numel() * batch)
-        h = _product(weight, a, offset, 0 if fuses else 1 / act.unit, unit / act.unit, panels)
-        if fuses:
+        passes = fuses(x, weight.shape[:-1].numel() * batch)
+        h = _product(weight, a, offset, 0 if passes else 1 / act.unit, unit / act.unit, panels)
+        if passes:
             arrays = h, offset / act.unit, u.expand(-1, -1, batch)
             flat = _fused(cast("Any", type(act)), "activate", keep)(*(t.flatten(0, -2) for t in arrays))
             value, delta, *more = (t.view(features, -1, batch) for t in flat)
@@ -257,7 +291,7 @@ def _carry_backward(
         # The last layer's is an outer product.
         g_delta = blocks[i].mT * g_u if i == layers - 1 else torch.bmm(blocks[i].mT, g_u)
         back = _transposed_product(weights[i], g, stairs[i])
-        if _fuses(x, a.numel()):
+        if fuses(x, a.numel()):
             arrays = back, g_delta, a, before, *more
             found = _fused(cast("Any", type(act)), "differentiate", True)(*(t.flatten(0, -2) for t in arrays))
         else:
@@ -308,6 +342,37 @@ class _Carry(torch.autograd.Function):
         found = _carry_backward(g, a, first, weights, blocks, offsets, activations, kept, needed, stairs)
         g_x, g_delta, *others = _cast(x.dtype, *found)
         return (None, g_x, g_delta, *(g for each in others for g in each))
+
+
+class _Three(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, settings: Any, *arrays: Tensor) -> tuple[Tensor, Tensor]:
+        from quarflow.kernels import triangular_triton
+
+        activations, opened, dtype = settings
+        x, delta, *rest = arrays
+        value, diagonal, kept = triangular_triton.forward(
+            x, rest[:3], rest[3:6], rest[6:], activations, delta if opened else None, dtype
+        )
+        ctx.settings = settings
+        ctx.save_for_backward(*arrays, *kept)
+        return value, diagonal
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        from quarflow.kernels import triangular_triton
+
+        activations, opened, _ = ctx.settings
+        saved = ctx.saved_tensors
+        arrays, kept = saved[:11], saved[11:]
+        x, delta, *rest = arrays
+        first, parts = delta if opened else None, (rest[:3], rest[3:6], rest[6:])
+        if torch.is_grad_enabled():
+            from quarflow.nn.triangular import carry as reference
+
+            return _as_autograd(ctx, reference(x, *parts, activations, first), arrays, gradients)
+        value, diagonal = (g.contiguous() for g in gradients)
+        return (None, *triangular_triton.backward(value, diagonal, x, *parts, activations, first, kept))
 
 
 class _Network(torch.autograd.Function):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import cache
 from math import prod
 from typing import Any, cast
 
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d, pad, softplus
 
 from quarflow.checks import check_choice, check_count, check_sigma
+from quarflow.kernels import fused, fuses
 from quarflow.logdet import linearise
+from quarflow.nn.activations import Activation
 from quarflow.nn.activations import activation as make_activation
 from quarflow.nn.bounds import floor, gram_norm
 from quarflow.nn.masks import CENTRE, TAPS, ranks, window_mask
@@ -52,6 +55,49 @@ def spread(y: Tensor, taps: Taps) -> Tensor:
     """
     each = [_shifted(part, [tap])[0] for part, tap in zip(y.unbind(1), taps, strict=True)]
     return torch.stack(each).sum(0)
+
+
+def read_columns(x: Tensor, taps: Taps, opening: Activation | None = None) -> tuple[Tensor, Tensor | None]:
+    """What each pixel of (batch, C, H, W) reads, behind the first activation, and the slopes of that.
+
+    Shapes: -> (C * taps * width, batch * H * W), (C, width, batch * H * W).
+
+    >>> read_columns(torch.ones(1, 1, 1, 2), ((0, -1), (0, 0)))[0]
+    tensor([[0., 1.],
+            [1., 1.]])
+    """
+    batch, channels, height, width = x.shape
+    a, delta = x.transpose(0, 1).reshape(channels, 1, -1), None
+    if opening is not None:
+        a, delta = opening(a)
+    return gather(a.unflatten(2, (batch, height, width)), taps).reshape(-1, batch * height * width), delta
+
+
+def write_columns(value: Tensor, diagonal: Tensor, x: Tensor, taps: Taps) -> tuple[Tensor, Tensor]:
+    """Columns of outputs, added up where they belong, and those of the diagonal, as images like ``x``.
+
+    >>> x = torch.zeros(1, 1, 1, 2)
+    >>> write_columns(torch.ones(2, 2), torch.ones(1, 2), x, ((0, -1), (0, 0)))[0].flatten().tolist()
+    [2.0, 1.0]
+    """
+    batch, channels, height, width = x.shape
+    value = spread(value.view(channels, len(taps), batch, height, width), taps)
+    return value.transpose(0, 1).to(x.dtype), diagonal.view(channels, batch, height, width).transpose(0, 1)
+
+
+@cache
+def _around(kind: type[Activation] | None, order: str, grad: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`read_columns` and `write_columns`, compiled."""
+    act = None if kind is None else kind()  # what kernels are there for has no parameters
+
+    def read(x: Tensor, taps: Taps, opening: None) -> tuple[Tensor, Tensor | None]:
+        return read_columns(x, taps, act)
+
+    def write(value: Tensor, diagonal: Tensor, x: Tensor, taps: Taps) -> tuple[Tensor, Tensor]:
+        return write_columns(value, diagonal, x, taps)
+
+    name = f"{order}_{None if kind is None else kind.__name__}_{grad}"
+    return fused(read, f"read_{name}"), fused(write, f"write_{name}")
 
 
 class WindowLinear(TriangularLinear):
@@ -188,15 +234,14 @@ class TriangularConvNet(BoundedNet):
 
     def _columns(self, run: Callable[..., tuple[Tensor, Tensor]], x: Tensor) -> tuple[Tensor, Tensor]:
         """``run`` on what each pixel reads; its outputs where they belong."""
-        batch, channels, height, width = x.shape
-        a, delta = x.transpose(0, 1).reshape(channels, 1, -1), None
-        if self.opening is not None:
-            a, delta = self.opening(a)
-        taps = TAPS[self.order]
-        columns = gather(a.unflatten(2, (batch, height, width)), taps).reshape(-1, batch * height * width)
+        taps, opening = TAPS[self.order], self.opening
+        read, write = read_columns, write_columns
+        if fuses(x, len(self._layers()[0].weight) * x[:, 0].numel()) and self._fused(x):
+            read, write = _around(cast("Any", opening and type(opening)), self.order, torch.is_grad_enabled())
+            opening = None
+        columns, delta = read(x, taps, opening)
         value, diagonal = run(columns, delta=delta)
-        value = spread(value.view(channels, len(taps), batch, height, width), taps)
-        return value.transpose(0, 1).to(x.dtype), diagonal.view(channels, batch, height, width).transpose(0, 1)
+        return write(value, diagonal, x, taps)
 
     @torch.no_grad()
     def prepare(self, context: Tensor | None = None) -> Callable[[Tensor], tuple[Tensor, Tensor]]:

@@ -156,14 +156,36 @@ def network(
     True
     """
     with without_autocast(x):
-        parts = live or [WHOLE] * len(weights)
-        blocks = [diagonal_blocks(w, features, part) for w, part in zip(weights, parts, strict=True)]
-        weights = [w * m for w, m in zip(weights, masks, strict=True)]
-        bound = path_bound(blocks, [a.width for a in activations])
-        bound = bound.max().expand(features) if shared else bound
-        total = (bound if theta is None else bound + softplus(theta)).clamp_min(floor(x))
-        weights[-1], blocks[-1] = scale_rows(weights[-1], blocks[-1], sigma / total)
+        weights, blocks = scaled(
+            weights, masks, theta, [a.width for a in activations], sigma, shared, features, live
+        )
     return carry(x, weights, blocks, offsets, activations, delta, stairs)
+
+
+def scaled(
+    weights: Sequence[Tensor],
+    masks: Sequence[Tensor],
+    theta: Tensor | None,
+    widths: Sequence[int],
+    sigma: float,
+    shared: bool,
+    features: int,
+    live: Sequence[Live] | None = None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The matrices of `network` and their diagonal blocks, for activations of these ``widths``.
+
+    >>> one = torch.ones(1, 1)
+    >>> scaled([one, one], [one, one], None, [1], 0.5, False, 1)[0]
+    [tensor([[1.]]), tensor([[0.5000]])]
+    """
+    parts = live or [WHOLE] * len(weights)
+    blocks = [diagonal_blocks(w, features, part) for w, part in zip(weights, parts, strict=True)]
+    weights = [w * m for w, m in zip(weights, masks, strict=True)]
+    bound = path_bound(blocks, widths)
+    bound = bound.max().expand(features) if shared else bound
+    total = (bound if theta is None else bound + softplus(theta)).clamp_min(floor(bound))
+    weights[-1], blocks[-1] = scale_rows(weights[-1], blocks[-1], sigma / total)
+    return weights, blocks
 
 
 def scale_rows(weight: Tensor, blocks: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,339 @@
+"""`quarflow.nn.triangular.carry` of three layers on a GPU: what lies around the product of the middle, in four kernels.
+
+    h1 = W1 x + b1,     a1 = phi(h1),     delta1 = phi'(h1) B1 delta          `_open`
+    h2 = W2 a1,         u2 = B2 delta1                                        two products of torch
+    a2 = phi(h2 + b2),  value = W3 a2 + b3,  diagonal = B3 phi'(h2 + b2) u2   `_close`
+
+The outer layers of a network for images read and write a few numbers a pixel, but its hidden values are hundreds: so
+they are made where they are used, and only ``a1, delta1, h2, u2`` ever reach memory. The backward pass makes the others
+again (`_open_backward`, `_close_backward`). Sums over pixels go into one part for each program, added up afterwards: no
+atomics, so a step repeats bit for bit.
+
+Arrays are (rows, pixels). Parameters, what comes in and what goes out are float32; hidden values and the factors of
+products are float32 or bfloat16, sums float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quarflow.nn.activations import ELU, Activation, Sine, Tanh, Wave
+
+KINDS: dict[type[Activation], int] = {ELU: 0, Tanh: 1, Sine: 2, Wave: 3}
+WIDEST = 512  # rows that the first layer reads, or the last one writes
+FEATURES = 64  # coordinates with a diagonal of their own
+
+# By the bytes of a number: up to so many rows read or written, the hidden rows, the pixels and the warps of a program.
+TILES: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {
+    "open": {2: [(WIDEST, 64, 128, 8)], 4: [(WIDEST, 64, 64, 8)]},
+    "close": {2: [(WIDEST, 64, 64, 4)], 4: [(WIDEST, 64, 64, 8)]},
+    "close_backward": {
+        2: [(128, 64, 64, 8), (256, 64, 64, 8), (WIDEST, 32, 32, 8)],
+        4: [(128, 32, 64, 8), (WIDEST, 32, 32, 8)],
+    },
+    "open_backward": {
+        2: [(128, 64, 64, 8), (256, 64, 32, 8), (WIDEST, 32, 32, 8)],
+        4: [(128, 64, 32, 8), (256, 32, 32, 8), (WIDEST, 16, 16, 8)],
+    },
+}
+
+
+@triton.jit
+def _curves(h, KIND: tl.constexpr):
+    """phi(h), phi'(h), phi''(h)."""
+    if KIND == 0:
+        e = tl.exp(tl.minimum(h, 0.0))
+        up = h > 0
+        return tl.where(up, h, e - 1), tl.where(up, 1.0, e), tl.where(up, 0.0, e)
+    elif KIND == 1:
+        t = 2 * tl.sigmoid(2 * h) - 1
+        s = 1 - t * t
+        return t, s, -2 * t * s
+    elif KIND == 2:
+        s = tl.sin(h)
+        return s, tl.cos(h), -s
+    else:
+        m = h / 6.4
+        m = m - tl.floor(m + 0.5)
+        a = tl.abs(m)
+        return 6.4 * m * (1 - 2 * a), 1 - 4 * a, tl.where(m > 0, -0.625, tl.where(m < 0, 0.625, 0.0))
+
+
+@triton.jit
+def _open(
+    x, w, b, block, delta, a_out, d_out, pixels,
+    rows: tl.constexpr, reads: tl.constexpr, units: tl.constexpr,
+    GIVEN: tl.constexpr, KIND: tl.constexpr, HOW: tl.constexpr,
+    BK: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    kind = a_out.dtype.element_ty
+    p = tl.program_id(0) * BP + tl.arange(0, BP)
+    r = tl.program_id(1) * BR + tl.arange(0, BR)
+    inside, row = p < pixels, r < rows
+    h = tl.zeros((BR, BP), tl.float32)
+    for k0 in range(0, reads, BK):
+        k = k0 + tl.arange(0, BK)
+        read = k < reads
+        xs = tl.load(x + k[:, None] * pixels + p[None, :], mask=read[:, None] & inside[None, :], other=0.0)
+        ws = tl.load(w + r[:, None] * reads + k[None, :], mask=row[:, None] & read[None, :], other=0.0)
+        h = tl.dot(ws.to(kind), xs.to(kind), h, input_precision=HOW)
+    h += tl.load(b + r, mask=row, other=0.0)[:, None]
+    value, slope, _ = _curves(h, KIND)
+    slope *= tl.load(block + r, mask=row, other=0.0)[:, None]
+    where = r[:, None] * pixels + p[None, :]
+    here = row[:, None] & inside[None, :]
+    if GIVEN:
+        slope *= tl.load(delta + (r // units)[:, None] * pixels + p[None, :], mask=here, other=0.0)
+    tl.store(a_out + where, value.to(kind), mask=here)
+    tl.store(d_out + where, slope.to(kind), mask=here)
+
+
+@triton.jit
+def _open_backward(
+    x, w, b, block, delta, g_a, g_d, g_x, g_delta, g_w, g_b, g_block, pixels,
+    rows: tl.constexpr, reads: tl.constexpr, units: tl.constexpr, features: tl.constexpr,
+    GIVEN: tl.constexpr, KIND: tl.constexpr, HOW: tl.constexpr, TILES: tl.constexpr,
+    BK: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    kind = g_a.dtype.element_ty
+    program = tl.program_id(0)
+    k, c = tl.arange(0, BK), tl.arange(0, BC)
+    read = k < reads
+    for tile in range(TILES):
+        p = (program * TILES + tile) * BP + tl.arange(0, BP)
+        inside = p < pixels
+        xs = tl.load(x + k[:, None] * pixels + p[None, :], mask=read[:, None] & inside[None, :], other=0.0).to(kind)
+        x_sum = tl.zeros((BK, BP), tl.float32)
+        delta_sum = tl.zeros((BC, BP), tl.float32)
+        for r0 in range(0, rows, BR):
+            r = r0 + tl.arange(0, BR)
+            row = r < rows
+            where, here = r[:, None] * pixels + p[None, :], row[:, None] & inside[None, :]
+            ws = tl.load(w + r[:, None] * reads + k[None, :], mask=row[:, None] & read[None, :], other=0.0).to(kind)
+            h = tl.dot(ws, xs, input_precision=HOW) + tl.load(b + r, mask=row, other=0.0)[:, None]
+            _, slope, curve = _curves(h, KIND)
+            weight = tl.load(block + r, mask=row, other=0.0)
+            ga = tl.load(g_a + where, mask=here, other=0.0).to(tl.float32)
+            gd = tl.load(g_d + where, mask=here, other=0.0).to(tl.float32)
+            gu = gd * slope
+            bent = gd * curve * weight[:, None]
+            if GIVEN:
+                known = tl.load(delta + (r // units)[:, None] * pixels + p[None, :], mask=here, other=0.0)
+                bent *= known
+                gb = tl.sum(gu * known, 1)
+            else:
+                gb = tl.sum(gu, 1)
+            gh = ga * slope + bent
+            part = program * rows + r
+            at = part[:, None] * reads + k[None, :]
+            real = row[:, None] & read[None, :]
+            gw = tl.dot(gh.to(kind), tl.trans(xs), input_precision=HOW)
+            bias = tl.sum(gh, 1)
+            if tile > 0:
+                gw += tl.load(g_w + at, mask=real, other=0.0)
+                gb += tl.load(g_block + part, mask=row, other=0.0)
+                bias += tl.load(g_b + part, mask=row, other=0.0)
+            tl.store(g_w + at, gw, mask=real)
+            tl.store(g_block + part, gb, mask=row)
+            tl.store(g_b + part, bias, mask=row)
+            x_sum = tl.dot(tl.trans(ws), gh.to(kind), x_sum, input_precision=HOW)
+            if GIVEN:
+                of = tl.where(c[:, None] == (r // units)[None, :], weight[None, :], 0.0)
+                delta_sum = tl.dot(of.to(kind), gu.to(kind), delta_sum, input_precision=HOW)
+        tl.store(g_x + k[:, None] * pixels + p[None, :], x_sum, mask=read[:, None] & inside[None, :])
+        if GIVEN:
+            there = (c < features)[:, None] & inside[None, :]
+            tl.store(g_delta + c[:, None] * pixels + p[None, :], delta_sum, mask=there)
+
+
+@triton.jit
+def _close(
+    h_in, u_in, b, w, w_bias, block, value, diagonal, pixels,
+    rows: tl.constexpr, writes: tl.constexpr, units: tl.constexpr, features: tl.constexpr,
+    KIND: tl.constexpr, HOW: tl.constexpr,
+    BM: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    kind = h_in.dtype.element_ty
+    p = tl.program_id(0) * BP + tl.arange(0, BP)
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    c = tl.arange(0, BC)
+    inside, write = p < pixels, m < writes
+    total = tl.zeros((BM, BP), tl.float32)
+    slopes = tl.zeros((BC, BP), tl.float32)
+    for r0 in range(0, rows, BR):
+        r = r0 + tl.arange(0, BR)
+        row = r < rows
+        where, here = r[:, None] * pixels + p[None, :], row[:, None] & inside[None, :]
+        h = tl.load(h_in + where, mask=here, other=0.0).to(tl.float32)
+        a, slope, _ = _curves(h + tl.load(b + r, mask=row, other=0.0)[:, None], KIND)
+        ws = tl.load(w + m[:, None] * rows + r[None, :], mask=write[:, None] & row[None, :], other=0.0)
+        total = tl.dot(ws.to(kind), a.to(kind), total, input_precision=HOW)
+        if tl.program_id(1) == 0:
+            u = tl.load(u_in + where, mask=here, other=0.0).to(tl.float32)
+            weight = tl.load(block + r, mask=row, other=0.0)
+            of = tl.where((c[:, None] == (r // units)[None, :]) & row[None, :], weight[None, :], 0.0)
+            slopes = tl.dot(of.to(kind), (slope * u).to(kind), slopes, input_precision=HOW)
+    total += tl.load(w_bias + m, mask=write, other=0.0)[:, None]
+    tl.store(value + m[:, None] * pixels + p[None, :], total, mask=write[:, None] & inside[None, :])
+    if tl.program_id(1) == 0:
+        there = (c < features)[:, None] & inside[None, :]
+        tl.store(diagonal + c[:, None] * pixels + p[None, :], slopes, mask=there)
+
+
+@triton.jit
+def _close_backward(
+    h_in, u_in, b, w, block, g_value, g_diagonal, g_h, g_u, g_w, g_b, g_block, pixels,
+    rows: tl.constexpr, writes: tl.constexpr, units: tl.constexpr,
+    KIND: tl.constexpr, HOW: tl.constexpr, TILES: tl.constexpr,
+    BM: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    kind = h_in.dtype.element_ty
+    r = tl.program_id(0) * BR + tl.arange(0, BR)
+    program = tl.program_id(1)
+    m = tl.arange(0, BM)
+    row, write = r < rows, m < writes
+    ws = tl.load(w + m[None, :] * rows + r[:, None], mask=row[:, None] & write[None, :], other=0.0).to(kind)
+    bias = tl.load(b + r, mask=row, other=0.0)[:, None]
+    weight = tl.load(block + r, mask=row, other=0.0)[:, None]
+    w_sum = tl.zeros((BR, BM), tl.float32)
+    b_sum = tl.zeros((BR,), tl.float32)
+    block_sum = tl.zeros((BR,), tl.float32)
+    for tile in range(TILES):
+        p = (program * TILES + tile) * BP + tl.arange(0, BP)
+        inside = p < pixels
+        where, here = r[:, None] * pixels + p[None, :], row[:, None] & inside[None, :]
+        h = tl.load(h_in + where, mask=here, other=0.0).to(tl.float32)
+        u = tl.load(u_in + where, mask=here, other=0.0).to(tl.float32)
+        a, slope, curve = _curves(h + bias, KIND)
+        gv = tl.load(g_value + m[:, None] * pixels + p[None, :], mask=write[:, None] & inside[None, :], other=0.0)
+        gv = gv.to(kind)
+        gd = tl.load(g_diagonal + (r // units)[:, None] * pixels + p[None, :], mask=here, other=0.0)
+        ga = tl.dot(ws, gv, input_precision=HOW)
+        block_sum += tl.sum(gd * slope * u, 1)
+        gd *= weight
+        gh = ga * slope + gd * curve * u
+        b_sum += tl.sum(gh, 1)
+        tl.store(g_h + where, gh.to(kind), mask=here)
+        tl.store(g_u + where, (gd * slope).to(kind), mask=here)
+        w_sum = tl.dot(a.to(kind), tl.trans(gv), w_sum, input_precision=HOW)
+    part = program * rows + r
+    tl.store(g_w + part[:, None] * writes + m[None, :], w_sum, mask=row[:, None] & write[None, :])
+    tl.store(g_b + part, b_sum, mask=row)
+    tl.store(g_block + part, block_sum, mask=row)
+
+
+def fits(
+    x: Tensor, weights: Sequence[Tensor], offsets: Sequence[Tensor], activations: Sequence[Activation], features: int
+) -> bool:
+    """Whether a network is one that these kernels are for."""
+    return (
+        len(weights) == 3
+        and x.ndim == 2
+        and x.dtype == torch.float32
+        and all(type(a) in KINDS for a in activations)
+        and all(o.shape[-1] == 1 for o in offsets)
+        and features <= FEATURES
+        and max(len(x), len(weights[-1])) <= WIDEST
+        and max(map(len, weights)) * x.shape[1] < 2**31
+    )
+
+
+def _power(n: int) -> int:
+    """The smallest size of a tile that holds ``n``."""
+    return max(16, triton.next_power_of_2(n))
+
+
+def _tile(kernel: str, wide: int, like: Tensor) -> tuple[int, int, int]:
+    return next(tile[1:] for tile in TILES[kernel][like.element_size()] if wide <= tile[0])
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _how() -> str:
+    """Of float32 products; those of bfloat16 are exact before they are added up."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def forward(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    blocks: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+    activations: Sequence[Activation],
+    delta: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Value, diagonal, and ``a1, delta1, h2, u2``, for contiguous arrays."""
+    (reads, pixels), features = x.shape, len(blocks[0])
+    first, last = (KINDS[type(a)] for a in activations)
+    rows = len(weights[0])
+    a, d = (x.new_empty(rows, pixels, dtype=dtype) for _ in range(2))
+    tall, wide, warps = _tile("open", reads, a)
+    _open[(triton.cdiv(pixels, wide), triton.cdiv(rows, tall))](
+        x, weights[0], offsets[0], blocks[0], x if delta is None else delta, a, d, pixels, rows,
+        reads, rows // features, delta is not None, first, _how(), min(64, _power(reads)), tall, wide, num_warps=warps,
+    )  # fmt: skip
+    h = weights[1].to(dtype) @ a
+    u = torch.bmm(blocks[1].to(dtype), d.view(features, -1, pixels)).view(h.shape)
+    rows, writes = len(h), len(weights[2])
+    value, diagonal = x.new_empty(writes, pixels), x.new_empty(features, pixels)
+    (tall, wide, warps), part = _tile("close", writes, h), min(128, _power(writes))
+    _close[(triton.cdiv(pixels, wide), triton.cdiv(writes, part))](
+        h, u, offsets[1], weights[2], offsets[2], blocks[2], value, diagonal, pixels, rows, writes, rows // features,
+        features, last, _how(), part, _power(features), tall, wide, num_warps=warps,
+    )  # fmt: skip
+    return value, diagonal, [a, d, h, u]
+
+
+def backward(
+    g_value: Tensor,
+    g_diagonal: Tensor,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    blocks: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+    activations: Sequence[Activation],
+    delta: Tensor | None,
+    kept: Sequence[Tensor],
+) -> list[Tensor | None]:
+    """Gradients for ``x``, ``delta``, weights, blocks and offsets from those of value and diagonal."""
+    (reads, pixels), features = x.shape, len(blocks[0])
+    first, last = (KINDS[type(a)] for a in activations)
+    a, d, h, u = kept
+    rows, writes, processors = len(h), len(weights[2]), _processors(x.device)
+    tall, wide, warps = _tile("close_backward", writes, h)
+    high = triton.cdiv(rows, tall)
+    tiles = max(1, triton.cdiv(pixels, wide) * high // (8 * processors))
+    parts = triton.cdiv(pixels, wide * tiles)
+    g_h, g_u = torch.empty_like(h), torch.empty_like(u)
+    w3, b2, block3 = x.new_empty(parts, rows, writes), x.new_empty(parts, rows), x.new_empty(parts, rows)
+    _close_backward[(high, parts)](
+        h, u, offsets[1], weights[2], blocks[2], g_value, g_diagonal, g_h, g_u, w3, b2, block3, pixels, rows, writes,
+        rows // features, last, _how(), tiles, _power(writes), tall, wide, num_warps=warps,
+    )  # fmt: skip
+    by_channel, slopes = g_u.view(features, -1, pixels), d.view(features, -1, pixels)
+    w2, block2 = g_h @ a.mT, torch.bmm(by_channel, slopes.mT)
+    g_a = weights[1].to(a.dtype).mT @ g_h
+    g_d = torch.bmm(blocks[1].to(a.dtype).mT, by_channel).view(a.shape)
+    rows = len(a)
+    tall, wide, warps = _tile("open_backward", reads, a)
+    tiles = min(4, max(1, pixels // (4 * wide * processors)))
+    parts = triton.cdiv(pixels, wide * tiles)
+    w1, b1, block1 = x.new_empty(parts, rows, reads), x.new_empty(parts, rows), x.new_empty(parts, rows)
+    g_x, g_delta = torch.empty_like(x), None if delta is None else torch.empty_like(delta)
+    _open_backward[(parts,)](
+        x, weights[0], offsets[0], blocks[0], x if delta is None else delta, g_a, g_d, g_x,
+        g_x if g_delta is None else g_delta, w1, b1, block1, pixels, rows, reads, rows // features, features,
+        delta is not None, first, _how(), tiles, _power(reads), _power(features), tall, wide, num_warps=warps,
+    )  # fmt: skip
+    g_weights = [w1.sum(0), w2.float(), w3.sum(0).mT]
+    g_blocks = [block1.sum(0).view_as(blocks[0]), block2.float(), block3.sum(0).view_as(blocks[2])]
+    g_offsets = [b1.sum(0)[:, None], b2.sum(0)[:, None], g_value.sum(1, keepdim=True)]
+    return [g_x, g_delta, *g_weights, *g_blocks, *g_offsets]
