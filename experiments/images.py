@@ -183,13 +183,13 @@ def choose(name: str, options: argparse.Namespace) -> None:
         images = runs.images_of(name, run.data)
         flow = run.build(images.shape).to(options.device)
         found: dict[str, Any]
-        how = {"recompute": run.recompute, "graph": run.graph and options.device == "cuda", "progress": False}
-        settings_of_fit = dataclasses.asdict(run.training)
+        how: dict[str, Any] = {"recompute": run.recompute, "graph": run.graph and options.device == "cuda"}
+        how |= {"progress": False, **dataclasses.asdict(run.training)}
         try:
             # Kernels are compiled at their first use, which shall not count.
-            few = settings_of_fit | {"max_steps": WARM_UP, "max_seconds": None}
-            fit(run.build(images.shape).to(options.device), images.train[:2000], validation=0.5, **how, **few)
-            history = fit(flow, images.train, validation=run.validation, **how, **settings_of_fit)
+            few = how | {"max_steps": WARM_UP, "max_seconds": None}
+            fit(run.build(images.shape).to(options.device), images.train[:2000], validation=0.5, **few)
+            history = fit(flow, images.train, validation=run.validation, **how)
             nats = history.best_validation or float("nan")
             found = {"validation_bpd": runs.bits(flow, nats), "steps": history.steps[-1] if history.steps else 0}
             if history.stopped == "interrupted":

@@ -141,7 +141,7 @@ def test_the_form_for_gpus_is_the_same(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 def forget_compiled() -> None:
-    for made in (triangular._fused, triangular._scaled, convolution._around):
+    for made in (triangular._fused, triangular._scaled):
         made.cache_clear()
     torch._dynamo.reset()
 

@@ -27,18 +27,20 @@ from quarflow.nn.activations import ELU, Activation, Sine, Tanh, Wave
 KINDS: dict[type[Activation], int] = {ELU: 0, Tanh: 1, Sine: 2, Wave: 3}
 WIDEST = 512  # rows that the first layer reads, or the last one writes
 FEATURES = 64  # coordinates with a diagonal of their own
+WHOLE_BELOW = 32  # units for each of them
 
-# By the bytes of a number: up to so many rows read or written, the hidden rows, the pixels and the warps of a program.
-TILES: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {
-    "open": {2: [(WIDEST, 64, 128, 8)], 4: [(WIDEST, 64, 64, 8)]},
-    "close": {2: [(WIDEST, 64, 64, 4)], 4: [(WIDEST, 64, 64, 8)]},
+# By the bytes of a number: up to so many rows read or written, the hidden rows and the pixels of a program, its warps,
+# and how many loads it keeps in flight.
+TILES: dict[str, dict[int, list[tuple[int, int, int, int, int]]]] = {
+    "open": {2: [(WIDEST, 64, 64, 4, 3)], 4: [(WIDEST, 64, 64, 8, 2)]},
+    "close": {2: [(WIDEST, 32, 64, 4, 3)], 4: [(WIDEST, 32, 64, 8, 2)]},
     "close_backward": {
-        2: [(128, 64, 64, 8), (256, 64, 64, 8), (WIDEST, 32, 32, 8)],
-        4: [(128, 32, 64, 8), (WIDEST, 32, 32, 8)],
+        2: [(128, 64, 32, 4, 3), (256, 64, 32, 8, 2), (WIDEST, 32, 32, 8, 2)],
+        4: [(128, 32, 32, 4, 2), (WIDEST, 32, 32, 8, 2)],
     },
     "open_backward": {
-        2: [(128, 64, 64, 8), (256, 64, 32, 8), (WIDEST, 32, 32, 8)],
-        4: [(128, 64, 32, 8), (256, 32, 32, 8), (WIDEST, 16, 16, 8)],
+        2: [(128, 64, 32, 4, 3), (256, 64, 32, 8, 2), (WIDEST, 32, 32, 8, 1)],
+        4: [(128, 64, 32, 8, 2), (256, 32, 32, 8, 2), (WIDEST, 16, 16, 8, 2)],
     },
 }
 
@@ -95,60 +97,51 @@ def _open(
 
 @triton.jit
 def _open_backward(
-    x, w, b, block, delta, g_a, g_d, g_x, g_delta, g_w, g_b, g_block, pixels,
+    x, w, b, block, delta, g_a, g_d, g_x, g_delta, g_w, pixels,
     rows: tl.constexpr, reads: tl.constexpr, units: tl.constexpr, features: tl.constexpr,
     GIVEN: tl.constexpr, KIND: tl.constexpr, HOW: tl.constexpr, TILES: tl.constexpr,
     BK: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     kind = g_a.dtype.element_ty
-    program = tl.program_id(0)
-    k, c = tl.arange(0, BK), tl.arange(0, BC)
-    read = k < reads
+    group, program = tl.program_id(0), tl.program_id(1)
+    r, k, c = group * BR + tl.arange(0, BR), tl.arange(0, BK), tl.arange(0, BC)
+    row, read = r < rows, k < reads
+    ws = tl.load(w + r[:, None] * reads + k[None, :], mask=row[:, None] & read[None, :], other=0.0).to(kind)
+    bias = tl.load(b + r, mask=row, other=0.0)[:, None]
+    weight = tl.load(block + r, mask=row, other=0.0)
+    w_sum = tl.zeros((BR, BK), tl.float32)
+    b_sum = tl.zeros((BR,), tl.float32)
+    block_sum = tl.zeros((BR,), tl.float32)
     for tile in range(TILES):
         p = (program * TILES + tile) * BP + tl.arange(0, BP)
         inside = p < pixels
+        where, here = r[:, None] * pixels + p[None, :], row[:, None] & inside[None, :]
         xs = tl.load(x + k[:, None] * pixels + p[None, :], mask=read[:, None] & inside[None, :], other=0.0).to(kind)
-        x_sum = tl.zeros((BK, BP), tl.float32)
-        delta_sum = tl.zeros((BC, BP), tl.float32)
-        for r0 in range(0, rows, BR):
-            r = r0 + tl.arange(0, BR)
-            row = r < rows
-            where, here = r[:, None] * pixels + p[None, :], row[:, None] & inside[None, :]
-            ws = tl.load(w + r[:, None] * reads + k[None, :], mask=row[:, None] & read[None, :], other=0.0).to(kind)
-            h = tl.dot(ws, xs, input_precision=HOW) + tl.load(b + r, mask=row, other=0.0)[:, None]
-            _, slope, curve = _curves(h, KIND)
-            weight = tl.load(block + r, mask=row, other=0.0)
-            ga = tl.load(g_a + where, mask=here, other=0.0).to(tl.float32)
-            gd = tl.load(g_d + where, mask=here, other=0.0).to(tl.float32)
-            gu = gd * slope
-            bent = gd * curve * weight[:, None]
-            if GIVEN:
-                known = tl.load(delta + (r // units)[:, None] * pixels + p[None, :], mask=here, other=0.0)
-                bent *= known
-                gb = tl.sum(gu * known, 1)
-            else:
-                gb = tl.sum(gu, 1)
-            gh = ga * slope + bent
-            part = program * rows + r
-            at = part[:, None] * reads + k[None, :]
-            real = row[:, None] & read[None, :]
-            gw = tl.dot(gh.to(kind), tl.trans(xs), input_precision=HOW)
-            bias = tl.sum(gh, 1)
-            if tile > 0:
-                gw += tl.load(g_w + at, mask=real, other=0.0)
-                gb += tl.load(g_block + part, mask=row, other=0.0)
-                bias += tl.load(g_b + part, mask=row, other=0.0)
-            tl.store(g_w + at, gw, mask=real)
-            tl.store(g_block + part, gb, mask=row)
-            tl.store(g_b + part, bias, mask=row)
-            x_sum = tl.dot(tl.trans(ws), gh.to(kind), x_sum, input_precision=HOW)
-            if GIVEN:
-                of = tl.where(c[:, None] == (r // units)[None, :], weight[None, :], 0.0)
-                delta_sum = tl.dot(of.to(kind), gu.to(kind), delta_sum, input_precision=HOW)
-        tl.store(g_x + k[:, None] * pixels + p[None, :], x_sum, mask=read[:, None] & inside[None, :])
+        _, slope, curve = _curves(tl.dot(ws, xs, input_precision=HOW) + bias, KIND)
+        ga = tl.load(g_a + where, mask=here, other=0.0).to(tl.float32)
+        gd = tl.load(g_d + where, mask=here, other=0.0).to(tl.float32)
+        gu = gd * slope
+        bent = gd * curve * weight[:, None]
         if GIVEN:
-            there = (c < features)[:, None] & inside[None, :]
-            tl.store(g_delta + c[:, None] * pixels + p[None, :], delta_sum, mask=there)
+            known = tl.load(delta + (r // units)[:, None] * pixels + p[None, :], mask=here, other=0.0)
+            bent *= known
+            block_sum += tl.sum(gu * known, 1)
+            of = tl.where((c[:, None] == (r // units)[None, :]) & row[None, :], weight[None, :], 0.0)
+            found = tl.dot(of.to(kind), gu.to(kind), input_precision=HOW)
+            to = g_delta + (group * features + c)[:, None] * pixels + p[None, :]
+            tl.store(to, found, mask=(c < features)[:, None] & inside[None, :])
+        else:
+            block_sum += tl.sum(gu, 1)
+        gh = ga * slope + bent
+        b_sum += tl.sum(gh, 1)
+        w_sum = tl.dot(gh.to(kind), tl.trans(xs), w_sum, input_precision=HOW)
+        found = tl.dot(tl.trans(ws), gh.to(kind), input_precision=HOW)
+        to = g_x + (group * reads + k)[:, None] * pixels + p[None, :]
+        tl.store(to, found, mask=read[:, None] & inside[None, :])
+    to = g_w + (program * rows + r) * (reads + 2)
+    tl.store(to[:, None] + k[None, :], w_sum, mask=row[:, None] & read[None, :])
+    tl.store(to + reads, b_sum, mask=row)
+    tl.store(to + reads + 1, block_sum, mask=row)
 
 
 @triton.jit
@@ -187,7 +180,7 @@ def _close(
 
 @triton.jit
 def _close_backward(
-    h_in, u_in, b, w, block, g_value, g_diagonal, g_h, g_u, g_w, g_b, g_block, pixels,
+    h_in, u_in, b, w, block, g_value, g_diagonal, g_h, g_u, g_w, pixels,
     rows: tl.constexpr, writes: tl.constexpr, units: tl.constexpr,
     KIND: tl.constexpr, HOW: tl.constexpr, TILES: tl.constexpr,
     BM: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
@@ -221,10 +214,10 @@ def _close_backward(
         tl.store(g_h + where, gh.to(kind), mask=here)
         tl.store(g_u + where, (gd * slope).to(kind), mask=here)
         w_sum = tl.dot(a.to(kind), tl.trans(gv), w_sum, input_precision=HOW)
-    part = program * rows + r
-    tl.store(g_w + part[:, None] * writes + m[None, :], w_sum, mask=row[:, None] & write[None, :])
-    tl.store(g_b + part, b_sum, mask=row)
-    tl.store(g_block + part, block_sum, mask=row)
+    to = g_w + (program * rows + r) * (writes + 2)
+    tl.store(to[:, None] + m[None, :], w_sum, mask=row[:, None] & write[None, :])
+    tl.store(to + writes, b_sum, mask=row)
+    tl.store(to + writes + 1, block_sum, mask=row)
 
 
 def fits(
@@ -248,8 +241,9 @@ def _power(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
 
 
-def _tile(kernel: str, wide: int, like: Tensor) -> tuple[int, int, int]:
-    return next(tile[1:] for tile in TILES[kernel][like.element_size()] if wide <= tile[0])
+def _tile(kernel: str, wide: int, like: Tensor) -> tuple[int, int, dict[str, int]]:
+    tall, across, warps, stages = next(tile[1:] for tile in TILES[kernel][like.element_size()] if wide <= tile[0])
+    return tall, across, {"num_warps": warps, "num_stages": stages}
 
 
 def _processors(device: torch.device) -> int:
@@ -275,19 +269,19 @@ def forward(
     first, last = (KINDS[type(a)] for a in activations)
     rows = len(weights[0])
     a, d = (x.new_empty(rows, pixels, dtype=dtype) for _ in range(2))
-    tall, wide, warps = _tile("open", reads, a)
+    tall, wide, options = _tile("open", reads, a)
     _open[(triton.cdiv(pixels, wide), triton.cdiv(rows, tall))](
         x, weights[0], offsets[0], blocks[0], x if delta is None else delta, a, d, pixels, rows,
-        reads, rows // features, delta is not None, first, _how(), min(64, _power(reads)), tall, wide, num_warps=warps,
+        reads, rows // features, delta is not None, first, _how(), min(64, _power(reads)), tall, wide, **options,
     )  # fmt: skip
     h = weights[1].to(dtype) @ a
-    u = torch.bmm(blocks[1].to(dtype), d.view(features, -1, pixels)).view(h.shape)
+    u = _by_block(blocks[1].to(dtype), d)
     rows, writes = len(h), len(weights[2])
     value, diagonal = x.new_empty(writes, pixels), x.new_empty(features, pixels)
-    (tall, wide, warps), part = _tile("close", writes, h), min(128, _power(writes))
+    (tall, wide, options), part = _tile("close", writes, h), min(128, _power(writes))
     _close[(triton.cdiv(pixels, wide), triton.cdiv(writes, part))](
         h, u, offsets[1], weights[2], offsets[2], blocks[2], value, diagonal, pixels, rows, writes, rows // features,
-        features, last, _how(), part, _power(features), tall, wide, num_warps=warps,
+        features, last, _how(), part, _power(features), tall, wide, **options,
     )  # fmt: skip
     return value, diagonal, [a, d, h, u]
 
@@ -307,33 +301,62 @@ def backward(
     (reads, pixels), features = x.shape, len(blocks[0])
     first, last = (KINDS[type(a)] for a in activations)
     a, d, h, u = kept
-    rows, writes, processors = len(h), len(weights[2]), _processors(x.device)
-    tall, wide, warps = _tile("close_backward", writes, h)
-    high = triton.cdiv(rows, tall)
-    tiles = max(1, triton.cdiv(pixels, wide) * high // (8 * processors))
-    parts = triton.cdiv(pixels, wide * tiles)
-    g_h, g_u = torch.empty_like(h), torch.empty_like(u)
-    w3, b2, block3 = x.new_empty(parts, rows, writes), x.new_empty(parts, rows), x.new_empty(parts, rows)
-    _close_backward[(high, parts)](
-        h, u, offsets[1], weights[2], blocks[2], g_value, g_diagonal, g_h, g_u, w3, b2, block3, pixels, rows, writes,
-        rows // features, last, _how(), tiles, _power(writes), tall, wide, num_warps=warps,
+    rows, writes = len(h), len(weights[2])
+    tall, wide, options = _tile("close_backward", writes, h)
+    grid, tiles = _parts(rows, tall, pixels, wide, x)
+    g_h, g_u, sums = torch.empty_like(h), torch.empty_like(u), x.new_empty(grid[1], rows, writes + 2)
+    _close_backward[grid](
+        h, u, offsets[1], weights[2], blocks[2], g_value, g_diagonal, g_h, g_u, sums, pixels, rows, writes,
+        rows // features, last, _how(), tiles, _power(writes), tall, wide, **options,
     )  # fmt: skip
-    by_channel, slopes = g_u.view(features, -1, pixels), d.view(features, -1, pixels)
-    w2, block2 = g_h @ a.mT, torch.bmm(by_channel, slopes.mT)
-    g_a = weights[1].to(a.dtype).mT @ g_h
-    g_d = torch.bmm(blocks[1].to(a.dtype).mT, by_channel).view(a.shape)
+    w3, b2, block3 = sums.sum(0).split([writes, 1, 1], 1)
+    w2, g_a = g_h @ a.mT, weights[1].to(a.dtype).mT @ g_h
+    block2, g_d = _by_block_backward(blocks[1].to(a.dtype), d, g_u)
     rows = len(a)
-    tall, wide, warps = _tile("open_backward", reads, a)
-    tiles = min(4, max(1, pixels // (4 * wide * processors)))
-    parts = triton.cdiv(pixels, wide * tiles)
-    w1, b1, block1 = x.new_empty(parts, rows, reads), x.new_empty(parts, rows), x.new_empty(parts, rows)
-    g_x, g_delta = torch.empty_like(x), None if delta is None else torch.empty_like(delta)
-    _open_backward[(parts,)](
+    tall, wide, options = _tile("open_backward", reads, a)
+    grid, tiles = _parts(rows, tall, pixels, wide, x)
+    g_x, sums = x.new_empty(grid[0], reads, pixels), x.new_empty(grid[1], rows, reads + 2)
+    g_delta = None if delta is None else x.new_empty(grid[0], *delta.shape)
+    _open_backward[grid](
         x, weights[0], offsets[0], blocks[0], x if delta is None else delta, g_a, g_d, g_x,
-        g_x if g_delta is None else g_delta, w1, b1, block1, pixels, rows, reads, rows // features, features,
-        delta is not None, first, _how(), tiles, _power(reads), _power(features), tall, wide, num_warps=warps,
+        x if g_delta is None else g_delta, sums, pixels, rows, reads, rows // features, features,
+        delta is not None, first, _how(), tiles, _power(reads), _power(features), tall, wide, **options,
     )  # fmt: skip
-    g_weights = [w1.sum(0), w2.float(), w3.sum(0).mT]
-    g_blocks = [block1.sum(0).view_as(blocks[0]), block2.float(), block3.sum(0).view_as(blocks[2])]
-    g_offsets = [b1.sum(0)[:, None], b2.sum(0)[:, None], g_value.sum(1, keepdim=True)]
-    return [g_x, g_delta, *g_weights, *g_blocks, *g_offsets]
+    w1, b1, block1 = sums.sum(0).split([reads, 1, 1], 1)
+    g_blocks = [block1.reshape(blocks[0].shape), block2.float(), block3.reshape(blocks[2].shape)]
+    g_offsets = [b1, b2, g_value.sum(1, keepdim=True)]
+    return [g_x.sum(0), None if g_delta is None else g_delta.sum(0), w1, w2.float(), w3.mT, *g_blocks, *g_offsets]
+
+
+def _parts(rows: int, tall: int, pixels: int, wide: int, x: Tensor) -> tuple[tuple[int, int], int]:
+    """The grid of a kernel whose programs go over several tiles of pixels, and how many each."""
+    high, across = triton.cdiv(rows, tall), triton.cdiv(pixels, wide)
+    tiles = max(1, across * high // (8 * _processors(x.device)))
+    return (high, triton.cdiv(across, tiles)), tiles
+
+
+def _by_block(block: Tensor, d: Tensor) -> Tensor:
+    """Diagonal blocks times (rows, pixels); as a whole matrix where they are so small that zeros cost less."""
+    features, out, _ = block.shape
+    if out < WHOLE_BELOW:
+        return _whole(block) @ d
+    return torch.bmm(block, d.view(features, -1, d.shape[1])).view(-1, d.shape[1])
+
+
+def _whole(block: Tensor) -> Tensor:
+    """The matrix with these diagonal blocks."""
+    features, out, read = block.shape
+    grid = block.new_zeros(features, out, features, read)
+    grid.diagonal(dim1=0, dim2=2).copy_(block.permute(1, 2, 0))
+    return grid.view(features * out, -1)
+
+
+def _by_block_backward(block: Tensor, d: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `_by_block`."""
+    features, out, read = block.shape
+    if out < WHOLE_BELOW:
+        grid = (g @ d.mT).view(features, out, features, read)
+        return grid.diagonal(dim1=0, dim2=2).permute(2, 0, 1), _whole(block).mT @ g
+    by_block = g.view(features, out, -1)
+    g_block = torch.bmm(by_block, d.view(features, read, -1).mT)
+    return g_block, torch.bmm(block.mT, by_block).view(d.shape)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import cache
 from math import prod
 from typing import Any, cast
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d, pad, softplus
 
 from quarflow.checks import check_choice, check_count, check_sigma
-from quarflow.kernels import fused, fuses
+from quarflow.kernels import fuses, usable
 from quarflow.logdet import linearise
 from quarflow.nn.activations import Activation
 from quarflow.nn.activations import activation as make_activation
@@ -57,12 +56,12 @@ def spread(y: Tensor, taps: Taps) -> Tensor:
     return torch.stack(each).sum(0)
 
 
-def read_columns(x: Tensor, taps: Taps, opening: Activation | None = None) -> tuple[Tensor, Tensor | None]:
+def read_columns(x: Tensor, order: str, opening: Activation | None = None) -> tuple[Tensor, Tensor | None]:
     """What each pixel of (batch, C, H, W) reads, behind the first activation, and the slopes of that.
 
     Shapes: -> (C * taps * width, batch * H * W), (C, width, batch * H * W).
 
-    >>> read_columns(torch.ones(1, 1, 1, 2), ((0, -1), (0, 0)))[0]
+    >>> read_columns(torch.ones(1, 1, 1, 2), "pixel")[0][3:]  # the pixel to the left, and itself
     tensor([[0., 1.],
             [1., 1.]])
     """
@@ -70,34 +69,19 @@ def read_columns(x: Tensor, taps: Taps, opening: Activation | None = None) -> tu
     a, delta = x.transpose(0, 1).reshape(channels, 1, -1), None
     if opening is not None:
         a, delta = opening(a)
-    return gather(a.unflatten(2, (batch, height, width)), taps).reshape(-1, batch * height * width), delta
+    return gather(a.unflatten(2, (batch, height, width)), TAPS[order]).reshape(-1, batch * height * width), delta
 
 
-def write_columns(value: Tensor, diagonal: Tensor, x: Tensor, taps: Taps) -> tuple[Tensor, Tensor]:
+def write_columns(value: Tensor, diagonal: Tensor, x: Tensor, order: str) -> tuple[Tensor, Tensor]:
     """Columns of outputs, added up where they belong, and those of the diagonal, as images like ``x``.
 
     >>> x = torch.zeros(1, 1, 1, 2)
-    >>> write_columns(torch.ones(2, 2), torch.ones(1, 2), x, ((0, -1), (0, 0)))[0].flatten().tolist()
-    [2.0, 1.0]
+    >>> write_columns(torch.ones(5, 2), torch.ones(1, 2), x, "pixel")[0].flatten().tolist()
+    [1.0, 2.0]
     """
     batch, channels, height, width = x.shape
-    value = spread(value.view(channels, len(taps), batch, height, width), taps)
+    value = spread(value.view(channels, -1, batch, height, width), TAPS[order])
     return value.transpose(0, 1).to(x.dtype), diagonal.view(channels, batch, height, width).transpose(0, 1)
-
-
-@cache
-def _around(kind: type[Activation] | None, order: str, grad: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`read_columns` and `write_columns`, compiled."""
-    act = None if kind is None else kind()  # what kernels are there for has no parameters
-
-    def read(x: Tensor, taps: Taps, opening: None) -> tuple[Tensor, Tensor | None]:
-        return read_columns(x, taps, act)
-
-    def write(value: Tensor, diagonal: Tensor, x: Tensor, taps: Taps) -> tuple[Tensor, Tensor]:
-        return write_columns(value, diagonal, x, taps)
-
-    name = f"{order}_{None if kind is None else kind.__name__}_{grad}"
-    return fused(read, f"read_{name}"), fused(write, f"write_{name}")
 
 
 class WindowLinear(TriangularLinear):
@@ -234,14 +218,16 @@ class TriangularConvNet(BoundedNet):
 
     def _columns(self, run: Callable[..., tuple[Tensor, Tensor]], x: Tensor) -> tuple[Tensor, Tensor]:
         """``run`` on what each pixel reads; its outputs where they belong."""
-        taps, opening = TAPS[self.order], self.opening
+        opening = self.opening
         read, write = read_columns, write_columns
-        if fuses(x, len(self._layers()[0].weight) * x[:, 0].numel()) and self._fused(x):
-            read, write = _around(cast("Any", opening and type(opening)), self.order, torch.is_grad_enabled())
-            opening = None
-        columns, delta = read(x, taps, opening)
+        if usable(x) and fuses(x, len(self._layers()[0].weight) * x[:, 0].numel()):
+            from quarflow.kernels import convolution_triton
+
+            if convolution_triton.fits(x, opening):
+                read, write = convolution_triton.read_columns, convolution_triton.write_columns
+        columns, delta = read(x, self.order, opening)
         value, diagonal = run(columns, delta=delta)
-        return write(value, diagonal, x, taps)
+        return write(value, diagonal, x, self.order)
 
     @torch.no_grad()
     def prepare(self, context: Tensor | None = None) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
