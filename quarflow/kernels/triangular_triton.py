@@ -27,7 +27,7 @@ from quarflow.nn.activations import ELU, Activation, Sine, Tanh, Wave
 KINDS: dict[type[Activation], int] = {ELU: 0, Tanh: 1, Sine: 2, Wave: 3}
 WIDEST = 512  # rows that the first layer reads, or the last one writes
 FEATURES = 64  # coordinates with a diagonal of their own
-WHOLE_BELOW = 32  # units for each of them
+WHOLE_BELOW = 64  # units for each of them: then their blocks are multiplied as one matrix
 
 # By the bytes of a number: up to so many rows read or written, the hidden rows and the pixels of a program, its warps,
 # and how many loads it keeps in flight.
@@ -36,11 +36,11 @@ TILES: dict[str, dict[int, list[tuple[int, int, int, int, int]]]] = {
     "close": {2: [(WIDEST, 32, 64, 4, 3)], 4: [(WIDEST, 32, 64, 8, 2)]},
     "close_backward": {
         2: [(128, 64, 32, 4, 3), (256, 64, 32, 8, 2), (WIDEST, 32, 32, 8, 2)],
-        4: [(128, 32, 32, 4, 2), (WIDEST, 32, 32, 8, 2)],
+        4: [(64, 32, 32, 4, 2), (256, 16, 32, 8, 1), (WIDEST, 16, 16, 8, 1)],
     },
     "open_backward": {
         2: [(128, 64, 32, 4, 3), (256, 64, 32, 8, 2), (WIDEST, 32, 32, 8, 1)],
-        4: [(128, 64, 32, 8, 2), (256, 32, 32, 8, 2), (WIDEST, 16, 16, 8, 2)],
+        4: [(64, 32, 32, 8, 1), (256, 16, 32, 8, 1), (WIDEST, 16, 16, 8, 1)],
     },
 }
 
@@ -180,7 +180,7 @@ def _close(
 
 @triton.jit
 def _close_backward(
-    h_in, u_in, b, w, block, g_value, g_diagonal, g_h, g_u, g_w, pixels,
+    h_in, u_in, b, w, block, g_value, g_diagonal, g_h, g_u, g_w, g_bias, pixels,
     rows: tl.constexpr, writes: tl.constexpr, units: tl.constexpr,
     KIND: tl.constexpr, HOW: tl.constexpr, TILES: tl.constexpr,
     BM: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
@@ -196,6 +196,7 @@ def _close_backward(
     w_sum = tl.zeros((BR, BM), tl.float32)
     b_sum = tl.zeros((BR,), tl.float32)
     block_sum = tl.zeros((BR,), tl.float32)
+    bias_sum = tl.zeros((BM,), tl.float32)
     for tile in range(TILES):
         p = (program * TILES + tile) * BP + tl.arange(0, BP)
         inside = p < pixels
@@ -204,6 +205,8 @@ def _close_backward(
         u = tl.load(u_in + where, mask=here, other=0.0).to(tl.float32)
         a, slope, curve = _curves(h + bias, KIND)
         gv = tl.load(g_value + m[:, None] * pixels + p[None, :], mask=write[:, None] & inside[None, :], other=0.0)
+        if tl.program_id(0) == 0:
+            bias_sum += tl.sum(gv, 1)
         gv = gv.to(kind)
         gd = tl.load(g_diagonal + (r // units)[:, None] * pixels + p[None, :], mask=here, other=0.0)
         ga = tl.dot(ws, gv, input_precision=HOW)
@@ -214,6 +217,8 @@ def _close_backward(
         tl.store(g_h + where, gh.to(kind), mask=here)
         tl.store(g_u + where, (gd * slope).to(kind), mask=here)
         w_sum = tl.dot(a.to(kind), tl.trans(gv), w_sum, input_precision=HOW)
+    if tl.program_id(0) == 0:
+        tl.store(g_bias + program * writes + m, bias_sum, mask=write)
     to = g_w + (program * rows + r) * (writes + 2)
     tl.store(to[:, None] + m[None, :], w_sum, mask=row[:, None] & write[None, :])
     tl.store(to + writes, b_sum, mask=row)
@@ -252,7 +257,8 @@ def _processors(device: torch.device) -> int:
 
 def _how() -> str:
     """Of float32 products; those of bfloat16 are exact before they are added up."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    # One tf32 product would cut its factors, not round them, and sums of many would all be too small.
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32x3"
 
 
 def forward(
@@ -305,8 +311,9 @@ def backward(
     tall, wide, options = _tile("close_backward", writes, h)
     grid, tiles = _parts(rows, tall, pixels, wide, x)
     g_h, g_u, sums = torch.empty_like(h), torch.empty_like(u), x.new_empty(grid[1], rows, writes + 2)
+    b3 = x.new_empty(grid[1], writes, 1)
     _close_backward[grid](
-        h, u, offsets[1], weights[2], blocks[2], g_value, g_diagonal, g_h, g_u, sums, pixels, rows, writes,
+        h, u, offsets[1], weights[2], blocks[2], g_value, g_diagonal, g_h, g_u, sums, b3, pixels, rows, writes,
         rows // features, last, _how(), tiles, _power(writes), tall, wide, **options,
     )  # fmt: skip
     w3, b2, block3 = sums.sum(0).split([writes, 1, 1], 1)
@@ -324,7 +331,7 @@ def backward(
     )  # fmt: skip
     w1, b1, block1 = sums.sum(0).split([reads, 1, 1], 1)
     g_blocks = [block1.reshape(blocks[0].shape), block2.float(), block3.reshape(blocks[2].shape)]
-    g_offsets = [b1, b2, g_value.sum(1, keepdim=True)]
+    g_offsets = [b1, b2, b3.sum(0)]
     return [g_x.sum(0), None if g_delta is None else g_delta.sum(0), w1, w2.float(), w3.mT, *g_blocks, *g_offsets]
 
 
