@@ -39,7 +39,7 @@ class Size:
     train_batch: int = 96
     test_batch: int = 256
     rounds: int = 20
-    slow_rounds: int = 8  # of the residual flow
+    slow_rounds: int = 4  # of the residual flow
 
 
 # precision, CUDA graph, recomputation
@@ -108,7 +108,7 @@ def measure(size: Size, device: torch.device) -> Iterator[dict[str, Any]]:
             options = Options(10_000, None, size.train_batch, 1e-4, clip=1.0, ema=0.999, precision=precision)
             trainer = (GraphTrainer if graph else Trainer)(flow.train(), Rows(x), None, options)
             with recomputing(flow) if recompute else products("full", device), trainer.queued():
-                milliseconds(trainer.advance, WARM_UP + 3, device)
+                milliseconds(trainer.advance, WARM_UP + 3 if graph else 3, device)
                 times = milliseconds(trainer.advance, rounds, device)
             how = [precision, *(["graph"] if graph else []), *(["recomputation"] if recompute else [])]
             yield row("train", model, ", ".join(how), size.train_batch, times, device)

@@ -9,6 +9,9 @@ from hypothesis import settings
 
 torch.set_num_threads(1)
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # kernels for GPUs run all the same; to be said before triton is imported
+
 # A shell that runs the tests in the background has Ctrl-C ignored, and its children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before the first import of triton
-
 from registry import data
 from torch import Tensor
 
