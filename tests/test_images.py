@@ -257,6 +257,18 @@ def test_fresh_weights_are_finite(order: str, channels: int) -> None:
     assert bool(flow.log_prob(torch.rand(3, channels, 4, 4)).isfinite().all())
 
 
+@pytest.mark.parametrize("alpha", [1e-6, 0.05, 0.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_draws_beyond_what_a_sigmoid_resolves_have_a_density(alpha: float, dtype: torch.dtype) -> None:
+    flow = qf.Flow(t.Chain([t.Logit(alpha), t.Affine((1, 8, 8))]), qf.bases.base("normal", (1, 8, 8))).to(dtype)
+    flow.transform.steps[1].log_scale.data.fill_(-math.log(400))
+    x = flow.sample(200)
+    assert x.min() < 1e-30  # or below, as far as the density reaches
+    assert x.max() > 1 - 1e-6
+    assert flow.log_prob(x).isfinite().all()
+    assert (x - 0.5).abs().max() <= 0.5 + alpha / (1 - 2 * alpha) + torch.finfo(dtype).eps
+
+
 @pytest.mark.parametrize("name", ["factored out", "glow", "flowpp, variational"])
 def test_a_model_is_saved_and_loaded(tmp_path, name: str) -> None:
     flow = MODELS[name](2)

@@ -150,6 +150,9 @@ class Standardise(Transform):
 class Logit(Transform):
     """``z = log(y / (1 - y))`` with ``y = alpha + (1 - 2 alpha) x``, from [0, 1] (open if ``alpha = 0``) to the line.
 
+    The inverse is of the whole line: its ``x`` may lie up to ``alpha / (1 - 2 alpha)`` outside of [0, 1]. It keeps
+    ``y`` so far from 0 and 1 that `forward` of ``x`` is finite, also where a sigmoid rounds to them.
+
     >>> Logit()(torch.tensor([[0.5]]))
     (tensor([[0.]]), tensor([1.3863]))
     """
@@ -176,7 +179,9 @@ class Logit(Transform):
         return z, slopes.flatten(1).sum(1)
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        x = (torch.sigmoid(z) - self.alpha) / (1 - 2 * self.alpha)
+        limits = torch.finfo(z.dtype)
+        y = torch.sigmoid(z).clamp(max(limits.tiny, 4 * limits.eps * self.alpha), 1 - 2 * limits.eps)
+        x = (y - self.alpha) / (1 - 2 * self.alpha)
         return x, -self._log_slopes_at(z).flatten(1).sum(1)
 
     def extra_repr(self) -> str:
