@@ -294,7 +294,7 @@ def evaluate(
     source: Source,
     folder: Folder = None,
     download: Download = False,
-    draws: Annotated[int, typer.Option(min=1, help="Draws of the noise that makes whole numbers continuous.")] = 1,
+    draws: Annotated[int, typer.Option(min=1, help="Draws of the noise that makes whole numbers continuous.")] = 3,
     batch_size: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 256,
     precision: Annotated[
         Precision, typer.Option(help="Of matrix products: tf32 and bf16 are fast on a GPU, bf16 is the least exact.")
@@ -307,14 +307,16 @@ def evaluate(
 
     from quarflow import runs
     from quarflow.checkpoint import load
-    from quarflow.pixels import bits_per_dim, reconstruction_error
+    from quarflow.pixels import bits_per_dim, check_images, reconstruction_error
 
     with _errors():
         _check_device(device)
         flow = load(model).to(device.value)
         images = runs.images_of(source, {"folder": folder, "download": download})
-        found = bits_per_dim(flow, images.test, draws=draws, batch_size=batch_size, precision=precision.value)
-        error = reconstruction_error(flow, images.test[:batch_size])
+        check_images(flow, images.test)
+        c = runs.contexts(flow, images)[1]
+        found = bits_per_dim(flow, images.test, c, draws, batch_size, precision=precision.value)
+        error = reconstruction_error(flow, images.test[:batch_size], None if c is None else c[:batch_size])
     if json_:
         typer.echo(json.dumps({**vars(found), "reconstruction_error": error}))
     else:
@@ -337,8 +339,25 @@ def sample(
     n: Annotated[int, typer.Option("-n", min=1, help="How many images or rows.")] = 64,
     given: Annotated[
         list[str] | None,
-        typer.Option("--given", metavar="COLUMN=VALUE", help="What is given, of a table; once for each column."),
+        typer.Option(
+            "--given",
+            metavar="COLUMN=VALUE",
+            help="What is given, of a table, once for each column; of images with classes: class=3.",
+        ),
     ] = None,
+    complete: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Instead: test images of a SOURCE, as of `train`, each followed by draws of the rest of it given its "
+            "first rows. Of a model whose blocks share one order (model.mixing=none).",
+        ),
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="Of an image, that --complete is given.", show_default="half")
+    ] = None,
+    folder: Folder = None,
+    download: Download = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,
     device: Annotated[Device, typer.Option(help="Where to sample.")] = Device.cpu,
 ) -> None:
@@ -350,17 +369,25 @@ def sample(
     with _errors():
         _check_device(device)
         flow = load(model).to(device.value)
+        if rows is not None and complete is None:
+            raise ValueError("rows: expected --complete SOURCE with it, whose images have these rows; got none.")
         if isinstance(flow, TableFlow):
+            if complete is not None:
+                raise ValueError(f"complete: expected a model of images; {model} is of a table. Use --given.")
             table_runs.sample(flow, "-" if out is None else str(out), n, _pairs("given", given), seed)
             return
         if len(flow.event_shape) != 3:
             raise ValueError(
                 f"model: expected a model of images or of a table; {model} is of vectors of {flow.event_shape.numel()}."
             )
-        if given:
-            raise ValueError("given: expected a model of a table; got one of images. Leave it out.")
         out = out or Path("samples.png")
-        runs.save_samples(flow, out, n, seed)
+        if complete is None:
+            runs.save_samples(flow, out, n, seed, _class(given))
+        elif given:
+            raise ValueError("given: expected none with --complete, where images have their own classes.")
+        else:
+            images = runs.images_of(complete, {"folder": folder, "download": download})
+            runs.save_completions(flow, images, out, n, rows, seed)
     typer.echo(out)
 
 
@@ -506,6 +533,16 @@ def _pairs(name: str, texts: list[str] | None) -> dict[str, str]:
             raise ValueError(f"{name}: expected NAME=VALUE; got {text!r}.")
         found[key] = value
     return found
+
+
+def _class(given: list[str] | None) -> int | None:
+    """What ``class=3`` says, which is all that can be given of images."""
+    texts = _pairs("given", given)
+    if not texts:
+        return None
+    if set(texts) != {"class"} or not texts["class"].isdecimal():
+        raise ValueError(f"given: expected class=NUMBER, as the model is of images; got {' '.join(given or [])}.")
+    return int(texts["class"])
 
 
 @contextmanager

@@ -30,17 +30,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import one_hot
 
 from quarflow import models
 from quarflow.checkpoint import save, size_in_bytes
 from quarflow.checks import check_choice, check_count, check_positive
 from quarflow.data.images import SOURCES, Images, load_images, save_grid
 from quarflow.flow import Flow
-from quarflow.pixels import bits_per_dim, quantise
+from quarflow.pixels import bits_per_dim, check_images, complete, dequantise, quantise
 from quarflow.training import History, Options, Trainer, bar, fit
 
 SECTIONS = ("data", "model", "training", "run")
-GRID = 64  # pictures of a grid of samples
+GRID, COLUMNS = 64, 8  # pictures of a grid of samples; and in a row of one of completions
 
 TRAINING = {"max_steps": 10_000, "batch_size": 64, "learning_rate": 1e-3, "clip": 1.0, "ema": 0.999}
 # What differs from the defaults, by source; the sizes are those of flows of residual blocks.
@@ -212,6 +214,7 @@ def train(
 ) -> dict[str, Any]:
     """Trains, evaluates and writes ``out``; returns what is in ``result.json``.
 
+    A model with a ``context`` is trained given the classes of the images, see `contexts`.
     With ``resume`` a run goes on from its ``state``, to the same end as without the break. Under ``torchrun`` the
     processes share every batch; the first of them writes, and what the others return is empty.
     """
@@ -219,6 +222,7 @@ def train(
         first = not distributed or dist.get_rank() == 0
         images = images_of(run.source, run.data)
         flow = run.build(images.shape).to(where)
+        context, _ = contexts(flow, images)
         state = out / "state"
         if not resume and state.exists():
             raise ValueError(f"{state}: a run is there already. Go on with it (--resume), or give another folder.")
@@ -235,6 +239,7 @@ def train(
             history = fit(
                 flow,
                 images.train,
+                context,
                 validation=run.validation,
                 progress=show,
                 checkpoint=state,
@@ -263,7 +268,7 @@ def train(
 def evaluated(run: Run, flow: Flow, images: Images, history: History) -> dict[str, Any]:
     """Bits/dim on the test set, and on validation, where the weights were chosen."""
     begun = time.monotonic()
-    found = bits_per_dim(flow, images.test, draws=run.draws)
+    found = bits_per_dim(flow, images.test, contexts(flow, images)[1], draws=run.draws)
     best = history.best_validation
     return {
         "source": run.source,
@@ -286,12 +291,67 @@ def bits(flow: Flow, nats: float) -> float:
     return 8 - nats / (flow.event_shape.numel() * math.log(2))
 
 
-def save_samples(flow: Flow, path: Path, n: int = GRID, seed: int = 0) -> None:
-    """A grid of ``n`` draws as a PNG file."""
+def contexts(flow: Flow, images: Images) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Of the training and of the test images, for a flow that has a context: the unit vectors of their classes.
+
+    >>> images = load_images("digits")
+    >>> [c.shape for c in contexts(models.quar_image((1, 8, 8), context=10, blocks=(1,), hidden=4), images)]
+    [torch.Size([1437, 10]), torch.Size([360, 10])]
+    """
+    features = flow.context_features
+    if not features:
+        return None, None
+    if images.train_labels is None or images.test_labels is None:
+        raise ValueError(f"model.context: expected 0, as the pictures of {images.name} have no labels; got {features}.")
+    classes = 1 + int(max(images.train_labels.max(), images.test_labels.max()))
+    if classes != features:
+        raise ValueError(f"model.context: expected {classes}, one for each class of {images.name}; got {features}.")
+    return unit_vectors(flow, images.train_labels), unit_vectors(flow, images.test_labels)
+
+
+def unit_vectors(flow: Flow, labels: Tensor) -> Tensor:
+    """The context of each of ``labels``: (n,) -> (n, context features)."""
+    return one_hot(labels, flow.context_features).to(flow.base.anchor)
+
+
+def save_samples(flow: Flow, path: Path, n: int = GRID, seed: int = 0, label: int | None = None) -> None:
+    """A grid of ``n`` draws as a PNG file; of a flow with classes as its context a column for each, or all of one."""
+    classes = flow.context_features
+    if label is not None and not 0 <= label < classes:
+        there = f"a class from 0 to {classes - 1}" if classes else "none, as the model has no classes"
+        raise ValueError(f"class: expected {there}; got {label}.")
+    context, columns = None, None
+    if classes:
+        labels = torch.arange(n) % classes if label is None else torch.full((n,), label)
+        context, columns = unit_vectors(flow, labels), classes if label is None else None
     generator = torch.Generator(flow.base.anchor.device).manual_seed(seed)
+    _write_grid(lambda: quantise(flow.sample(n, context, generator)), path, columns)
+
+
+def save_completions(
+    flow: Flow, images: Images, path: Path, n: int = GRID, rows: int | None = None, seed: int = 0
+) -> None:
+    """A grid of ``n`` pictures: in each line a test image, and draws of the rest of it given its first ``rows``."""
+    check_images(flow, images.test)
+    lines = math.ceil(n / COLUMNS)
+    some, c = images.test[:lines], contexts(flow, images)[1]
+    generator = torch.Generator(flow.base.anchor.device).manual_seed(seed)
+
+    def pictures() -> Tensor:
+        x = dequantise(some, flow.base.anchor, generator).repeat_interleave(COLUMNS - 1, 0)
+        each = None if c is None else c[: len(some)].repeat_interleave(COLUMNS - 1, 0)
+        drawn = quantise(complete(flow, x, rows, each, generator)).cpu().unflatten(0, (-1, COLUMNS - 1))
+        return torch.cat([some[:, None], drawn], 1).flatten(0, 1)[:n]
+
+    _write_grid(pictures, path, COLUMNS)
+
+
+def _write_grid(pictures: Callable[[], Tensor], path: Path, columns: int | None) -> None:
+    if path.suffix.lower() != ".png":
+        raise ValueError(f"out: expected a name that ends in .png; got {path}. Give it that ending.")
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.png")
     try:
-        save_grid(quantise(flow.sample(n, generator=generator)).cpu(), temporary)
+        save_grid(pictures().cpu(), temporary, columns)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import quarflow as qf
-from quarflow import runs
+from quarflow import pixels, runs
 from quarflow.checkpoint import read_tensors
 from quarflow.cli import app
 from quarflow.data.images import load_images
@@ -59,7 +59,7 @@ def test_a_run_writes_everything(tmp_path):
     numbers = json.loads(evaluated.output)
     assert numbers["bpd"] == pytest.approx(result["test_bpd"], rel=1e-6)
     assert numbers["reconstruction_error"] < 1e-4
-    assert "bits/dim (360 images, 1 draw of noise)" in command("evaluate", out / "model.qf", "digits").output
+    assert "bits/dim (360 images, 3 draws of noise: ±" in command("evaluate", out / "model.qf", "digits").output
 
     sampled = command("sample", out / "model.qf", "-o", tmp_path / "grid.png", "-n", 4)
     assert sampled.exit_code == 0, sampled.output
@@ -213,6 +213,69 @@ def test_another_model_by_its_name(tmp_path, name):
     assert sampled.exit_code == 0, sampled.output
 
 
+def tiles(path):
+    """The pictures of a grid of 8x8 pixels: (lines, columns, 8, 8)."""
+    from PIL import Image
+
+    with Image.open(path) as image:
+        grid = torch.tensor(list(image.tobytes()), dtype=torch.uint8).view(image.size[::-1])
+    return grid[1:, 1:].unfold(0, 8, 9).unfold(1, 8, 9)
+
+
+def test_classes_are_the_context_and_images_are_completed(tmp_path):
+    settings = [*TINY, "--set", "model.context=10", "--set", "model.mixing=none"]
+    done = command("train", "digits", "--out", tmp_path, *settings)
+    assert done.exit_code == 0, done.output
+    flow, images = qf.load(tmp_path / "model.qf"), load_images("digits")
+    labels = torch.nn.functional.one_hot(images.test_labels, 10).float()
+    found = json.loads((tmp_path / "result.json").read_text())["test_bpd"]
+    assert qf.bits_per_dim(flow, images.test, labels, draws=3).bpd == pytest.approx(found, rel=1e-6)
+    assert qf.bits_per_dim(flow, images.test, labels.flip(1), draws=3).bpd != pytest.approx(found, rel=1e-4)
+    evaluated = json.loads(command("evaluate", tmp_path / "model.qf", "digits", "--json").output)
+    assert evaluated["bpd"] == pytest.approx(found, rel=1e-6)
+    assert evaluated["noise_error"] > 0
+
+    grid, threes = tmp_path / "grid.png", tmp_path / "threes.png"
+    assert command("sample", tmp_path / "model.qf", "-o", grid, "-n", 20).exit_code == 0
+    assert command("sample", tmp_path / "model.qf", "-o", threes, "-n", 20, "--given", "class=3").exit_code == 0
+    drawn = [flow.sample(20, torch.eye(10)[c], torch.Generator().manual_seed(0)) for c in (torch.arange(20) % 10, 3)]
+    for path, draws, columns in zip((grid, threes), drawn, (10, 5), strict=True):
+        pictures = tiles(path)
+        assert pictures.shape[1] == columns
+        assert torch.equal(pictures.reshape(-1, 8, 8), pixels.quantise(draws)[:, 0])
+
+    words = ["sample", tmp_path / "model.qf", "-o", grid, "--complete", "digits", "--rows", 4, "-n", 24]
+    done = command(*words)
+    assert done.exit_code == 0, done.output
+    pictures = tiles(grid)
+    assert pictures.shape == (3, 8, 8, 8)
+    assert torch.equal(pictures[:, 0], images.test[:3, 0])
+    assert torch.equal(pictures[:, :, :4], images.test[:3, :, :4].expand(3, 8, 4, 8))
+    assert pictures[:, 1:, 4:].float().std(1).amax((1, 2)).min() > 0  # each draw is another
+
+    for more, message in (
+        (["--given", "class=10"], "class: expected a class from 0 to 9; got 10"),
+        (["--given", "pixel=1"], "given: expected class=NUMBER"),
+        (["--complete", "digits", "--given", "class=1"], "given: expected none with --complete"),
+        (["--complete", "digits", "--rows", 3], "rows: expected a multiple of 2 from 2 to 6; got 3"),
+        (["--rows", 4], "rows: expected --complete SOURCE"),
+        (["-o", tmp_path / "grid.jpg"], "out: expected a name that ends in .png"),
+    ):
+        done = command("sample", tmp_path / "model.qf", "-o", grid, *more)
+        assert done.exit_code == 2
+        assert message.replace(" ", "") in "".join(c for c in done.output if c not in "│\n ")
+
+
+def test_pictures_without_labels_have_no_classes():
+    images = load_images("digits")
+    flow = qf.models.quar_image((1, 8, 8), context=10, blocks=(1,), hidden=4)
+    with pytest.raises(ValueError, match=r"model.context: expected 0, as the pictures of digits have no labels; got 10"):
+        runs.contexts(flow, dataclasses.replace(images, train_labels=None, test_labels=None))
+    flow = qf.models.quar_image((1, 8, 8), context=7, blocks=(1,), hidden=4)
+    with pytest.raises(ValueError, match=r"model.context: expected 10, one for each class of digits; got 7"):
+        runs.contexts(flow, images)
+
+
 def test_sizes_are_those_of_the_model():
     assert dict(Run.of("mnist", {}, ["model.name=glow"]).model) == {"name": "glow", "blocks": (32, 32)}
     assert dict(Run.of("cifar10", {"model": {"name": "flowpp"}}).model) == {"name": "flowpp"}
@@ -248,6 +311,8 @@ def test_a_folder_of_pictures(tmp_path):
         (["train", "digits", "--config", "CONFIG"], 2, "expected a TOML file"),
         (["evaluate", "FOLDER/none.qf", "digits"], 2, "none.qf"),
         (["sample", "VECTORS"], 2, "expected a model of images"),
+        (["sample", "WIDE", "--given", "class=3"], 2, "class: expected none, as the model has no classes; got 3"),
+        (["sample", "WIDE", "--complete", "digits"], 2, "x: expected uint8 images (n, 1, 4, 4)"),
         (["evaluate", "WIDE", "digits"], 2, "x: expected uint8 images (n, 1, 4, 4)"),
     ],
 )
