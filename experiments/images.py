@@ -1,9 +1,9 @@
 """MNIST and CIFAR-10, from scratch on one card: ``python -m experiments.images mnist``.
 
 A command that was cut (``timeout 9m``, Ctrl-C) has written its state; the same command again goes on from there. When a
-run is finished its numbers are in ``results/NAME.json``. ``--choose`` trains a variant of the configuration for each
-choice, one changed at a time, all for the same short time, and writes their bits/dim on validation images to
-``results/NAME_choices.json``: the test images have no part in it.
+run is finished its numbers are in ``results/NAME.json``, beside ``NAME_samples.png`` and ``NAME_curve.png``.
+``--choose`` trains a variant of the configuration for each choice, one changed at a time, all for the same short time,
+and writes their bits/dim on validation images to ``results/NAME_choices.json``: the test images have no part in it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from typing import Any, cast
 import torch
 
 import quarflow as qf
+from experiments.drawing import COLOURS, canvas, plain, save_png
 from experiments.synthetic import provenance, read_json, write_json
 from quarflow import runs
 from quarflow.cli import terminable
@@ -128,6 +130,23 @@ def curve(log: Path) -> list[list[float]]:
     return [[round(entry["seconds"] / 60, 2), round(entry["validation_bpd"], 4)] for entry in entries]
 
 
+def draw(result: dict[str, Any], path: Path) -> None:
+    """The learning curve: bits/dim on validation images against minutes, and the test set's at the end."""
+    figure = canvas(5.0, 3.0)
+    axes = figure.subplots()
+    minutes, bits = zip(*result["curve"], strict=True)
+    axes.plot(minutes, bits, color=COLOURS[0], linewidth=1.2, label="validation images, averaged weights")
+    test = result["test_bpd"]
+    axes.axhline(test, color=COLOURS[1], linewidth=1, linestyle=":", label=f"test images: {test:.4f}")
+    # The first steps are off the scale.
+    axes.set_ylim(min(*bits, test) - 0.05, min(*bits, test) + max(0.5, 0.1 * min(bits)))
+    axes.set_xlabel("minutes of training")
+    axes.set_ylabel("bits/dim")
+    axes.legend(frameon=False)
+    plain(axes)
+    save_png(figure, path)
+
+
 def final(name: str, options: argparse.Namespace) -> None:
     """The whole run, and its numbers."""
     out = options.out / name
@@ -159,6 +178,8 @@ def final(name: str, options: argparse.Namespace) -> None:
     }
     options.results.mkdir(parents=True, exist_ok=True)
     write_json(options.results / f"{name}.json", result)
+    shutil.copy(out / "samples.png", options.results / f"{name}_samples.png")
+    draw(result, options.results / f"{name}_curve.png")
     print(f"{name}: {found['test_bpd']:.4f} ± {found['test_bpd_se']:.4f} bits/dim; {options.results / name}.json")
 
 

@@ -9,12 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import figure2, figure3, figures4_6
+from experiments import figure2, figure3, figures4_6, table1
 from experiments.synthetic import read_json
 
 FOLDER = Path(__file__).resolve().parent
 MARK = "<!-- results: written by `python -m experiments.readme` -->"
 MODULES = (figure2, figure3, figures4_6)
+IMAGES = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
+AS_IT_IS = "as it is"  # the choice that changes nothing
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -205,8 +207,7 @@ def section(result: dict[str, Any]) -> str:
     seeds = "seed 0" if settings["seeds"] == 1 else f"seeds 0 to {settings['seeds'] - 1}"
     where = (
         f"{settings['steps']:,} updates of {settings['batch_size']} points, {seeds}, learning rate "
-        f"{settings['learning_rate']}; {settings['test_points']:,} test points. Run on {result['hardware']}; "
-        f"{result['versions']}; {result['date']}; commit `{result['commit']}`."
+        f"{settings['learning_rate']}; {settings['test_points']:,} test points. {origin(result)}"
     )
     if "step_ms_hardware" in result:
         where += f" Steps timed in turns on {result['step_ms_hardware']}."
@@ -215,10 +216,68 @@ def section(result: dict[str, Any]) -> str:
     )
 
 
+def of_images(name: str, folder: Path) -> str:
+    """What is known of a data set of images: the result from scratch, pictures, and which choices helped."""
+    result, choices = read_json(folder / f"{name}.json"), read_json(folder / f"{name}_choices.json")
+    if not (result or choices):
+        return ""
+    parts = [f"## {IMAGES[name]}"]
+    if result:
+        sampled, faster = result["sampling"], result["bits_from_full"]
+        head = ["test bits/dim", "the paper's, 300 epochs", "parameters", "steps", "minutes to train", "with the test"]
+        row = [
+            with_error(result, "test_bpd", 4),
+            f"{table1.SYSTEMS['quar'].bpd[name]:.3f}",
+            f"{result['parameters']:,}",
+            f"{result['steps']:,}",
+            f"{result['training_minutes']:.1f}",
+            f"{result['gpu_minutes']:.1f}",
+        ]
+        noise = result["test_bpd_noise_se"]
+        lines = [
+            "The error is over images" + ("." if noise is None else f"; over draws of the noise it is {noise:.5f}."),
+            f"On validation images, which chose the weights: {result['validation_bpd']:.4f}.",
+            f"{sampled['images']} draws take {sampled['seconds']:.2f} s: {sampled['sweeps_per_block']:.1f} sweeps in a "
+            f"block on average, {sampled['most_sweeps']} at most. The way back to their noise is off by at most "
+            f"{sampled['error_in_noise']:.1e}; test images come back to {sampled['error_in_images']:.1e}.",
+            "Faster products move the bits/dim of the same images and noise by "
+            + ", ".join(f"{bits:+.5f} ({kind})" for kind, bits in faster.items())
+            + ".",
+        ]
+        drawn = [f"![{IMAGES[name]}, {what}](results/{name}_{what}.png)" for what in ("curve", "samples")]
+        parts += [f"`{result['command']}`", table(head, [row]), bullets(lines), *drawn, origin(result)]
+    return paragraphs(*parts, of_choices(choices) if choices else "")
+
+
+def of_choices(result: dict[str, Any]) -> str:
+    """What each change of the configuration does to bits/dim on validation images."""
+    base = next((row["validation_bpd"] for row in result["rows"] if row["choice"] == AS_IT_IS), None)
+    rows = [
+        [row["choice"], "diverged", "", ""]
+        if row["validation_bpd"] is None
+        else [
+            row["choice"],
+            f"{row['validation_bpd']:.4f}",
+            f"{row['validation_bpd'] - base:+.4f}" if base is not None and row["choice"] != AS_IT_IS else "",
+            f"{row['steps']:,}",
+        ]
+        for row in result["rows"]
+    ]
+    head = ["one change", "validation bits/dim", "change of it", "steps"]
+    said = f"What helps, in {result['seconds']:.0f} s of training for each: `{result['command']}`"
+    return paragraphs(said, table(head, rows), origin(result))
+
+
+def origin(result: dict[str, Any]) -> str:
+    """Where a result is from."""
+    return f"Run on {result['hardware']}; {result['versions']}; {result['date']}; commit `{result['commit']}`."
+
+
 def with_results(text: str, folder: Path = FOLDER / "results") -> str:
     """The text of the README, with the results of ``folder`` behind the mark."""
     found = [read_json(folder / f"{module.NAME}.json") for module in MODULES]
-    return paragraphs(text.partition(MARK)[0] + MARK, *(section(result) for result in found if result)) + "\n"
+    parts = [*(section(result) for result in found if result), *(of_images(name, folder) for name in IMAGES)]
+    return paragraphs(text.partition(MARK)[0] + MARK, *parts) + "\n"
 
 
 def main() -> None:

@@ -510,12 +510,61 @@ def test_the_readme_is_that_of_the_results():
     text = (readme.FOLDER / "README.md").read_text()
     assert text == readme.with_results(text)
     results = readme.FOLDER / "results"
+    for name in readme.IMAGES:
+        if (results / f"{name}.json").exists():
+            assert all((results / f"{name}_{what}.png").stat().st_size < 500_000 for what in ("curve", "samples"))
     for path in results.glob("figure*.json") if results.exists() else []:
         result = json.loads(path.read_text())
         assert result["settings"]["steps"] == 20_000
         assert result["settings"]["seeds"] == (1 if path.stem == "figures4-6" else 5)
         for model in result["models"].values():
             assert (results / model.get("picture", f"{path.stem}.png")).stat().st_size < 300_000
+
+
+def test_the_readme_shows_images_once_there_are_results(tmp_path):
+    result = {
+        "test_bpd": 1.23456,
+        "test_bpd_se": 0.004,
+        "test_bpd_noise_se": None,
+        "validation_bpd": 1.25,
+        "gpu_minutes": 24.04,
+        "training_minutes": 22.0,
+        "parameters": 1_234_567,
+        "steps": 9876,
+        "command": "python -m experiments.images mnist",
+        "sampling": {
+            "images": 64,
+            "seconds": 2.5,
+            "sweeps_per_block": 4.25,
+            "most_sweeps": 7,
+            "error_in_noise": 1e-5,
+            "error_in_images": 3e-6,
+        },
+        "bits_from_full": {"tf32": 1e-5, "bf16": -2e-4},
+        **synthetic.provenance("cpu"),
+    }
+    (tmp_path / "mnist.json").write_text(json.dumps(result))
+    rows = [
+        {"choice": "as it is", "validation_bpd": 2.0, "steps": 400},
+        {"choice": "batch 64", "validation_bpd": 1.9, "steps": 700},
+        {"choice": "activation: sine", "validation_bpd": None, "steps": None},
+    ]
+    choices = {"seconds": 100.0, "rows": rows, "command": "python -m C", **synthetic.provenance("cpu")}
+    (tmp_path / "cifar10_choices.json").write_text(json.dumps(choices))
+    said = readme.with_results("before\n" + readme.MARK + "behind", tmp_path)
+    assert said.startswith(f"before\n{readme.MARK}\n\n## MNIST\n\n`python -m experiments.images mnist`\n\n|")
+    for text in (
+        "| 1.2346 ± 0.0040 | 0.963 | 1,234,567 | 9,876 | 22.0 | 24.0 |",
+        "* The error is over images.\n",
+        "(results/mnist_curve.png)",
+        "(results/mnist_samples.png)",
+        "+0.00001 (tf32), -0.00020 (bf16)",
+        "## CIFAR-10\n\nWhat helps, in 100 s of training for each: `python -m C`",
+        "| as it is | 2.0000 |  | 400 |\n| batch 64 | 1.9000 | -0.1000 | 700 |\n| activation: sine | diverged |  |  |",
+        f"commit `{result['commit']}`.",
+    ):
+        assert text in said
+    assert "cifar10_samples" not in said
 
 
 # The optimiser of the autoregressive flow.
@@ -584,6 +633,9 @@ def test_images_from_scratch_to_a_result(tmp_path):
     assert found["sampling"]["error_in_images"] < 1e-4
     assert found["sampling"]["error_in_noise"] < 1e-3
     assert 2 <= found["sampling"]["sweeps_per_block"] <= found["sampling"]["most_sweeps"]
+    for picture in ("curve", "samples"):
+        assert (tmp_path / f"digits_{picture}.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list(tmp_path.glob("digits*"))) == 3
     # The same command again finds it finished.
     images_command("digits", "--set", "training.max_steps=12", *places)
     again = json.loads((tmp_path / "digits.json").read_text())

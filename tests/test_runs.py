@@ -269,10 +269,10 @@ def test_classes_are_the_context_and_images_are_completed(tmp_path):
 def test_pictures_without_labels_have_no_classes():
     images = load_images("digits")
     flow = qf.models.quar_image((1, 8, 8), context=10, blocks=(1,), hidden=4)
-    with pytest.raises(ValueError, match=r"model.context: expected 0, as the pictures of digits have no labels; got 10"):
+    with pytest.raises(ValueError, match=r"context: expected 0, as the pictures of digits have no labels"):
         runs.contexts(flow, dataclasses.replace(images, train_labels=None, test_labels=None))
     flow = qf.models.quar_image((1, 8, 8), context=7, blocks=(1,), hidden=4)
-    with pytest.raises(ValueError, match=r"model.context: expected 10, one for each class of digits; got 7"):
+    with pytest.raises(ValueError, match=r"context: expected 10, one for each class of digits; got 7"):
         runs.contexts(flow, images)
 
 
