@@ -140,9 +140,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axes.axhline(test, color=COLOURS[1], linewidth=1, linestyle=":", label=f"test images: {test:.4f}")
     # The first steps are off the scale.
     axes.set_ylim(min(*bits, test) - 0.05, min(*bits, test) + max(0.5, 0.1 * min(bits)))
-    axes.set_xlabel("minutes of training")
-    axes.set_ylabel("bits/dim")
-    axes.legend(frameon=False)
+    axes.set_xlabel("minutes of training", fontsize=8)
+    axes.set_ylabel("bits/dim", fontsize=8)
+    axes.tick_params(labelsize=7)
+    axes.legend(loc="upper right", fontsize=7, frameon=False)
     plain(axes)
     save_png(figure, path)
 

@@ -1,16 +1,20 @@
 """Pictures from generated files of every form: the same bytes come back, and what is broken is named."""
 
+import functools
 import gzip
 import hashlib
+import http.server
 import io
 import lzma
 import re
 import struct
 import sys
 import tarfile
+import threading
 import urllib.error
 import urllib.request
 import zlib
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -432,6 +436,39 @@ def test_a_wrong_checksum_leaves_nothing(tmp_path, home):
     with pytest.raises(ValueError, match=f"expected {url} to have SHA-256 .* Nothing was kept"):
         load_images("mnist", tmp_path, download=True)
     assert not list((tmp_path / "mnist").iterdir())
+
+
+def test_download_from_a_server(tmp_path, monkeypatch):
+    """All of it but the home: a real server, which does not have the last file at first, and then a wrong one."""
+    arrays = mnist_arrays()
+    content, there, folder = mnist_content(arrays), tmp_path / "there", tmp_path / "here" / "mnist"
+    digests = {name: hashlib.sha256(raw).hexdigest() for name, raw in content.items()}
+    there.mkdir()
+    last = images._IDX[-1]
+    for name in images._IDX[:-1]:
+        (there / name).write_bytes(content[name])
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *words):
+            pass
+
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    handler = functools.partial(Quiet, directory=str(there))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setitem(images._HOMES, "mnist", f"http://127.0.0.1:{server.server_port}/")
+        monkeypatch.setitem(images._SHA256, "mnist", digests)
+        with pytest.raises(OSError, match=f"{last} could not be fetched .*404"):
+            load_images("mnist", tmp_path / "here", download=True)
+        (there / last).write_bytes(content[last][:-1])
+        with pytest.raises(ValueError, match=f"{last} to have SHA-256 {digests[last]}; got"):
+            load_images("mnist", tmp_path / "here", download=True)
+        assert sorted(path.name for path in folder.iterdir()) == sorted(images._IDX[:-1])
+        (there / last).write_bytes(content[last])
+        check_mnist(load_images("mnist", tmp_path / "here", download=True), arrays)
+        server.shutdown()
+    check_mnist(load_images("mnist", tmp_path / "here", download=True), arrays)  # the server is gone
 
 
 @pytest.mark.parametrize("when", ["opening", "reading"])
