@@ -44,6 +44,10 @@ MODELS = {
     "factored out": lambda c: qf.models.quar_image(
         (1, 4, 4), c, blocks=(1, 1, 1), hidden=8, factor_out=True, activation="sine"
     ),
+    "four channels": lambda c: qf.models.quar_image((4, 2, 2), c, blocks=(1,), hidden=8, order="channel"),
+    "factored out, dense": lambda c: qf.models.quar_image(
+        (3, 2, 2), c, blocks=(1, 1), hidden=12, factor_out=True, dense_blocks=1, dense_hidden=(2,)
+    ),
     "dense": lambda c: qf.models.quar_image((1, 2, 4), c, blocks=(1, 1), hidden=8, dense_blocks=2),
     "residual_image": lambda c: qf.models.residual_image((1, 4, 4), c, blocks=(1, 1), hidden=6, logdet="full"),
     "residual_image, trick": lambda c: qf.models.residual_image(
@@ -444,6 +448,12 @@ def test_completion_keeps_the_rows_given_and_is_conditional() -> None:
         # What is below in the image that is given does not matter.
         other = torch.cat([x[:, :, :2], torch.rand_like(x[:, :, 2:])], 2)
         assert torch.allclose(pixels.complete(flow, other, 2, generator=generators[1]), found, atol=1e-9)
+        # Exact: of the noise, that of the rows given is theirs, and the rest the draws of the base.
+        given = torch.zeros(1, 1, 4, 4, dtype=torch.bool)
+        given[:, :, :2] = True
+        drawn = flow.base.sample(6, torch.Generator().manual_seed(1))
+        wanted = torch.where(flow.transform.places(given), flow.transform(x)[0], drawn)
+        assert torch.allclose(flow.transform(found)[0], wanted, atol=1e-8)
 
 
 # Bad input.
