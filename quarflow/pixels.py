@@ -146,6 +146,8 @@ def check_images(flow: Flow, x: object) -> None:
     ValueError: x: expected uint8 images (n, 1, 4, 4), those of the flow; got torch.float32 of shape (5, 3, 4, 4). ...
     """
     shape = tuple(flow.event_shape)
+    if len(shape) != 3:
+        raise ValueError(f"flow: expected one of images; this one is of vectors of {shape[0]} features.")
     if not isinstance(x, Tensor):
         raise ValueError(f"x: expected a tensor of uint8 images; got {type(x).__name__}. Use torch.from_numpy(x).")
     if x.dtype != torch.uint8 or x.ndim != 4 or tuple(x.shape[1:]) != shape or not len(x):

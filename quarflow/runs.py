@@ -349,6 +349,8 @@ def save_completions(
 def _write_grid(pictures: Callable[[], Tensor], path: Path, columns: int | None) -> None:
     if path.suffix.lower() != ".png":
         raise ValueError(f"out: expected a name that ends in .png; got {path}. Give it that ending.")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"out: expected a file in a folder that exists; got {path}. Create the folder.")
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.png")
     try:
         save_grid(pictures().cpu(), temporary, columns)

@@ -313,6 +313,8 @@ def test_a_folder_of_pictures(tmp_path):
         (["sample", "VECTORS"], 2, "expected a model of images"),
         (["sample", "WIDE", "--given", "class=3"], 2, "class: expected none, as the model has no classes; got 3"),
         (["sample", "WIDE", "--complete", "digits"], 2, "x: expected uint8 images (n, 1, 4, 4)"),
+        (["sample", "WIDE", "-o", "none/grid.png"], 2, "out: expected a file in a folder that exists; got none"),
+        (["evaluate", "VECTORS", "digits"], 2, "flow: expected one of images; this one is of vectors of 2 features"),
         (["evaluate", "WIDE", "digits"], 2, "x: expected uint8 images (n, 1, 4, 4)"),
     ],
 )
