@@ -22,6 +22,7 @@ import math
 import os
 import time
 import tomllib
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -380,28 +381,33 @@ def _observed(run: Run, out: Path, resume: bool) -> Iterator[Callable[[Trainer],
 
     with ExitStack() as stack:
         drawn = stack.enter_context(bar(None))
-        file = stack.enter_context(log.open("a" if resume else "w", encoding="utf-8"))
+        if not resume:
+            _replace(log, "")
         board = _board(out / "tensorboard") if run.tensorboard else None
         if board is not None:
             stack.callback(board.close)
         last: Trainer | None = None
+        waiting: list[str] = []  # lines for the log
 
         def write(trainer: Trainer) -> None:
             for each in entries(trainer):
-                file.write(json.dumps(each) + "\n")
-                file.flush()
+                waiting.append(json.dumps(each) + "\n")
                 if board is not None:
                     for name in each.keys() - {"step"}:
                         board.add_scalar(name, each[name], each["step"])
+            if not waiting:
+                return
+            if _went_well("the log", lambda: _append(log, "".join(waiting))):
+                waiting.clear()
+            else:
+                waiting.insert(0, "\n")  # behind what a full disk has taken of a line
 
         def show(trainer: Trainer) -> None:
-            nonlocal sampled, last, file
+            nonlocal sampled, last
             if last is None and resume:
                 # A run that was killed may have logged more than its state holds, one that was asked to end less.
                 kept = [entry for entry in read_log(log) if entry["step"] < trainer.step]
-                file.close()
                 _replace(log, "".join(json.dumps(entry) + "\n" for entry in kept))
-                file = stack.enter_context(log.open("a", encoding="utf-8"))
                 seen["loss"] = sum("train_bpd" in entry for entry in kept)
                 seen["validation"] = len(kept) - seen["loss"]
             last = trainer
@@ -409,7 +415,7 @@ def _observed(run: Run, out: Path, resume: bool) -> Iterator[Callable[[Trainer],
             drawn(trainer)
             if time.monotonic() - sampled > 60 * run.sample_minutes:
                 with trainer.averaged():
-                    save_samples(trainer.flow, out / "samples.png")
+                    _went_well("samples", lambda: save_samples(trainer.flow, out / "samples.png"))
                 sampled = time.monotonic()
 
         yield show
@@ -418,10 +424,20 @@ def _observed(run: Run, out: Path, resume: bool) -> Iterator[Callable[[Trainer],
             write(last)
 
 
+def _went_well(what: str, action: Callable[[], object]) -> bool:
+    """Does it; if that fails, a warning, as a run does not end for want of a picture or a line."""
+    try:
+        action()
+    except (OSError, ArithmeticError) as error:
+        warnings.warn(f"{what}: {error}. Training goes on.", stacklevel=3)
+        return False
+    return True
+
+
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The entries of a log; a last line that was cut is left out."""
+    """The entries of a log, if there is one; a line that was cut is left out."""
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         with suppress(json.JSONDecodeError):
             found.append(json.loads(line))
     return found
@@ -433,6 +449,11 @@ def _board(folder: Path) -> Any:
     except ImportError as error:
         raise ImportError("run.tensorboard needs TensorBoard: pip install 'quarflow[tensorboard]'") from error
     return SummaryWriter(str(folder))
+
+
+def _append(path: Path, text: str) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
 
 
 def _replace(path: Path, text: str) -> None:

@@ -333,6 +333,38 @@ def test_errors(words, code, message, tmp_path, monkeypatch):
     assert message.replace(" ", "") in "".join(c for c in done.output if c not in "│\n ")
 
 
+def test_a_run_does_not_end_for_want_of_a_picture_or_a_line(tmp_path, monkeypatch):
+    """The disk is full for a while: pictures are left out, and lines of the log, one of them cut, are made up for."""
+    append, save_grid, failed = runs._append, runs.save_grid, []
+
+    def full(path, text):
+        if len(failed) < 3:
+            failed.append(path)
+            append(path, text[:5])
+            raise OSError(28, "No space left on device")
+        append(path, text)
+
+    def grid(*arguments):
+        if len(failed) < 3:
+            raise qf.NotConverged("no way back")
+        save_grid(*arguments)
+
+    monkeypatch.setattr(runs, "_append", full)
+    monkeypatch.setattr(runs, "save_grid", grid)
+    settings = ["run.sample_minutes=1e-6", "training.max_steps=20"]
+    run = Run.of("digits", {"model": {"blocks": [1], "hidden": 4}}, settings)
+    with pytest.warns(UserWarning, match="Training goes on") as said:
+        runs.train(run, tmp_path)
+    texts = [str(w.message) for w in said]
+    assert any(text.startswith("the log: [Errno 28] No space left") for text in texts)
+    assert any(text.startswith("samples: no way back") for text in texts)
+    assert len(failed) == 3
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert len(lines) > len(runs.read_log(tmp_path / "log.jsonl")) > 0  # the cut ones
+    assert [e["step"] for e in runs.read_log(tmp_path / "log.jsonl") if "train_bpd" in e] == [10, 20]
+    assert (tmp_path / "samples.png").exists()
+
+
 def test_samples_leave_no_half_written_file(tmp_path, monkeypatch):
     def full(*arguments):
         raise OSError(28, "No space left on device")
