@@ -59,6 +59,16 @@ class Independent(Base):
     def log_terms(self, z: Tensor) -> Tensor:
         """``log p(z_i)``: (batch, *event) -> (batch, *event)."""
 
+    def normal_scores(self, z: Tensor) -> Tensor:
+        """Each coordinate on the scale of a normal: ``Phi^-1(P(z'_i <= z_i))``, (batch, *event) -> (batch, *event).
+
+        >>> StudentT((1,), freedom=3.0).normal_scores(torch.tensor([[-1.5], [0.0], [1.5]]))
+        tensor([[-1.1989],
+                [-0.0000],
+                [ 1.1989]])
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define normal_scores(z) for this.")
+
     def log_prob(self, z: Tensor) -> Tensor:
         return self.log_terms(z).flatten(1).sum(1)
 
@@ -72,6 +82,9 @@ class Normal(Independent):
 
     def log_terms(self, z: Tensor) -> Tensor:
         return -0.5 * (z.square() + math.log(2 * math.pi))
+
+    def normal_scores(self, z: Tensor) -> Tensor:
+        return z
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         return self._noise(n, generator)
@@ -92,6 +105,9 @@ class LocationScale(Independent):
     def log_terms(self, z: Tensor) -> Tensor:
         u = (z - self.location) * (-self.log_scale).exp()
         return -0.5 * (u.square() + math.log(2 * math.pi)) - self.log_scale
+
+    def normal_scores(self, z: Tensor) -> Tensor:
+        return (z - self.location) * (-self.log_scale).exp()
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         return self.location + self.log_scale.exp() * self._noise(n, generator)
@@ -120,6 +136,13 @@ class StudentT(Independent):
         nu = self.freedom
         constant = torch.lgamma((nu + 1) / 2) - torch.lgamma(nu / 2) - 0.5 * (nu * math.pi).log()
         return constant - (nu + 1) / 2 * torch.log1p(z.square() / nu)
+
+    def normal_scores(self, z: Tensor) -> Tensor:
+        from scipy.special import stdtr  # comes with scikit-learn
+
+        # From the lower tail, which keeps its digits.
+        below = stdtr(self.freedom.detach().cpu().double().numpy(), -z.detach().abs().cpu().double().numpy())
+        return -z.sign() * torch.special.ndtri(torch.as_tensor(below)).to(z)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         # normal / sqrt(gamma): torch's gamma draws carry their implicit gradient, but take no generator of their own.

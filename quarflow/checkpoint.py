@@ -7,6 +7,7 @@ The metadata of a model file:
 ``format_version``    "1"; a file of a newer version is refused
 ``kind``              "flow"; the state of an unfinished `quarflow.fit` has "training"
 ``config``            JSON of ``flow.config.to_dict()``
+``notes``             JSON of ``flow.notes``, where there are some: how it was fitted
 ``dtype``             of the weights, such as "float64"
 ``quarflow_version``  and ``torch_version``: what wrote it, for people to read
 ====================  ==================================================================
@@ -78,6 +79,7 @@ def save(flow: Flow, path: str | os.PathLike[str], shard_size: int | str | None 
             "config": to_json(flow.config.to_dict()),
             "dtype": str(_dtype(flow)).removeprefix("torch."),
             "torch_version": torch.__version__,
+            **({"notes": to_json(flow.notes)} if flow.notes else {}),
         },
         shard_size,
     )
@@ -93,7 +95,8 @@ def load(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> Fl
         config = json.loads(metadata["config"])
         dtype = DTYPES[metadata["dtype"]]
         largest = _largest(config)
-    except (KeyError, ValueError, RecursionError) as error:
+        notes = dict(json.loads(metadata.get("notes", "{}")))
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: its header is damaged: {error!r}. Use another copy of the file."
         ) from error
@@ -116,6 +119,7 @@ def load(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> Fl
             f"{path}: its tensors do not fit its configuration: {problem}. Use another copy of the file."
         )
     flow.load_state_dict(tensors)
+    flow.notes = notes
     return flow.to(device).eval()
 
 
@@ -146,13 +150,13 @@ def write_tensors(
     names = [f"{target.name}-{tag}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     try:
         if shard_size is None:
-            _put(target, _serialised(tensors, about))
+            write_file(target, _serialised(tensors, about))
         else:
             for name, shard in zip(names, shards, strict=True):
                 written.append(target.with_name(name))
-                _put(written[-1], _serialised(shard, {"format": FORMAT, "format_version": str(FORMAT_VERSION)}))
+                write_file(written[-1], _serialised(shard, {"format": FORMAT, "format_version": str(FORMAT_VERSION)}))
             where = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-            _put(target, json.dumps({"metadata": about, "weight_map": where}, indent=1).encode())
+            write_file(target, json.dumps({"metadata": about, "weight_map": where}, indent=1).encode())
     except BaseException as error:
         for piece in written:
             piece.unlink(missing_ok=True)
@@ -192,7 +196,7 @@ def _serialised(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> b
     return serialise(whole, dict(metadata))
 
 
-def _put(target: Path, data: bytes) -> None:
+def write_file(target: Path, data: bytes) -> None:
     """Writes a file, all or nothing."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:

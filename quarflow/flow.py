@@ -42,6 +42,7 @@ class Flow(nn.Module):
         self.base = base
         self.context_features = context_features
         self.config: ModelConfig | None = None
+        self.notes: dict[str, Any] = {}  # JSON of how it was fitted; goes into its file
 
     @property
     def exact(self) -> bool:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -123,30 +123,52 @@ def _is_number(text: str) -> bool:
     return True
 
 
+class Drawn(NamedTuple):
+    """Rows of a file, in its order: a pyarrow table, how many rows the file has, the number of each of these in the
+    file, and its random key: any smaller draw of the same seed has those with the smallest keys."""
+
+    rows: Any
+    total: int
+    numbers: np.ndarray
+    keys: np.ndarray
+
+
 def take(
     path: str | os.PathLike[str], most: int, seed: int = 0, show: Callable[[float], None] = lambda done: None
 ) -> tuple[Any, int]:
     """At most so many rows of a file as a pyarrow table, drawn without replacement if there are more; and how many
-    there are. A row is kept if its random number is among the smallest so far, so memory is that of the rows kept."""
+    there are."""
+    return draw(path, most, seed, show)[:2]
+
+
+def draw(
+    path: str | os.PathLike[str], most: int, seed: int = 0, show: Callable[[float], None] = lambda done: None
+) -> Drawn:
+    """`take`, and which rows these are. A row is kept if its random key is among the smallest so far, so memory is that
+    of the rows kept."""
     arrow, rng = _arrow(), np.random.default_rng(seed)
-    kept, keys, pending, rows = [], [], 0, 0
+    kept: list[Any] = []
+    marks: list[np.ndarray] = []  # numbers and keys
+    pending = count = 0
     for batch in batches(path, show):
-        rows += len(batch)
         kept.append(batch)
-        keys.append(rng.random(len(batch)))
-        pending += len(batch)
+        marks.append(np.stack([np.arange(count + 1.0, count + len(batch) + 1.0), rng.random(len(batch))]))
+        pending, count = pending + len(batch), count + len(batch)
         if pending > 2 * most:
-            kept, keys = _smallest(arrow, kept, keys, most)
+            kept, marks = _smallest(arrow, kept, marks, most)
             pending = most
-    if rows > most:
-        kept, keys = _smallest(arrow, kept, keys, most)
-    return arrow.Table.from_batches(kept), rows
+    if count > most:
+        kept, marks = _smallest(arrow, kept, marks, most)
+    numbers, keys = np.concatenate(marks, axis=1)
+    return Drawn(arrow.Table.from_batches(kept), count, numbers.astype(int), keys)
 
 
-def _smallest(arrow: Any, kept: list[Any], keys: list[np.ndarray], most: int) -> tuple[list[Any], list[np.ndarray]]:
-    key = np.concatenate(keys)
-    chosen = np.sort(np.argpartition(key, most - 1)[:most])
-    return arrow.Table.from_batches(kept).take(chosen).combine_chunks().to_batches(), [key[chosen]]
+def _smallest(
+    arrow: Any, kept: list[Any], marks: list[np.ndarray], most: int
+) -> tuple[list[Any], list[np.ndarray]]:
+    joined = np.concatenate(marks, axis=1)
+    chosen = np.sort(np.argpartition(joined[1], most - 1)[:most])
+    return arrow.Table.from_batches(kept).take(chosen).combine_chunks().to_batches(), [joined[:, chosen]]
 
 
 def to_table(

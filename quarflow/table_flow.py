@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from quarflow import models
+from quarflow.bases import Independent
 from quarflow.checks import check_count, check_tensor
 from quarflow.evaluation import as_data, as_tensor, rows_at_once
 from quarflow.flow import Flow
 from quarflow.logdet import drawing
 from quarflow.solvers import unchecked
-from quarflow.tables import EDGE, Schema, Table, as_table, some
-from quarflow.training import History, fit
+from quarflow.tables import EDGE, Rows, Schema, Table, as_table, fingerprints, some
+from quarflow.training import History, fit, split_rows
 from quarflow.transforms.base import Chain
 from quarflow.transforms.elementwise import Asinh, Support
 from quarflow.transforms.mixing import Whiten
@@ -44,12 +45,16 @@ class Labels(nn.Module):
 
     def forward(self, codes: Tensor, context: Tensor) -> Tensor:
         """(n, m) integers and context (n, features) -> (n,)."""
-        log_p = context.new_zeros(len(codes))
+        return self.terms(codes, context).sum(1)
+
+    def terms(self, codes: Tensor, context: Tensor) -> Tensor:
+        """``log P(c_j | c_<j, context)``: (n, m)."""
+        log_p = [context.new_zeros(len(codes), 0)]
         known = context
         for j, size in enumerate(self.sizes):
-            log_p = log_p + self._log_p(j, known).gather(1, codes[:, j : j + 1])[:, 0]
+            log_p.append(self._log_p(j, known).gather(1, codes[:, j : j + 1]))
             known = torch.cat([known, _one_hot(codes[:, j], size, known)], 1)
-        return log_p
+        return torch.cat(log_p, 1)
 
     def sample(self, context: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """One draw for each row of ``context``: (n, m)."""
@@ -153,9 +158,52 @@ class TableFlow(Flow):
         if self.training:
             return log_p + super().forward(self._noisy(numbers), known)
         points = len(self.shifts)
-        cells = (numbers + (self.shifts * self.widths)[:, None]).flatten(0, 1)
-        density = super().forward(cells, None if known is None else known.repeat(points, 1))
+        density = super().forward(*self._cells(numbers, known))
         return log_p + density.view(points, len(x)).logsumexp(0) - math.log(points)
+
+    def _cells(self, numbers: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Numbers at each place in their cells, (points n, numbers), and what is known of them."""
+        points = len(self.shifts)
+        cells = (numbers + (self.shifts * self.widths)[:, None]).flatten(0, 1)
+        return cells, None if known is None else known.repeat(points, 1)
+
+    def terms(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """``log p`` of each number, then of each label, given those before it: (n, numbers + labels).
+
+        Labels come before numbers, both in the order of the table. The terms add up to `log_prob`. The flow of the
+        numbers has to be in one order, as ``models.table(schema, mixing=None)`` is.
+
+        >>> schema = Schema.of(as_table({"size": [1.5, 2.25, 4.0], "count": [1, 2, 4], "on": [True, False, True]}))
+        >>> flow = models.table(schema, blocks=2, hidden=(4,), mixing=None).eval()
+        >>> x = torch.tensor([[0.5, -1.0, 1.0]])
+        >>> bool(torch.allclose(flow.terms(x).sum(1), flow.log_prob(x), atol=1e-5))
+        True
+        """
+        if not self.in_one_order:
+            super()._check_triangular()
+        numbers, codes, known = self._parts(x, context)
+        z, slopes = self.transform.log_slopes(*self._cells(numbers, known))
+        terms = cast("Independent", self.base).log_terms(z) + slopes
+        # The density of the numbers up to each, at every place, and over the cell.
+        prefixes = terms.view(len(self.shifts), *numbers.shape).cumsum(2).logsumexp(0) - math.log(len(self.shifts))
+        units = prefixes.new_tensor([math.log(c.scale) for c in self.schema.numbers])
+        terms = prefixes.diff(dim=1, prepend=prefixes.new_zeros(len(x), 1)) - units
+        return torch.cat([terms, self.labels.terms(codes, self._label_context(len(x), context))], 1)
+
+    @property
+    def in_one_order(self) -> bool:
+        """Whether `terms` are to be had: no number depends on a later one."""
+        return isinstance(self.base, Independent) and self.transform.triangular
+
+    def latents(self, x: Tensor, context: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
+        """The noise that rows stand for, (n, numbers): independent normals, if this is the density of the rows.
+
+        Whole numbers are taken at a random place of their step, as in training.
+        """
+        numbers, _, known = self._parts(x, context)
+        noise = torch.rand(numbers.shape, generator=generator, dtype=numbers.dtype, device=numbers.device)
+        z, _ = self.transform(numbers + (noise - 0.5) * (1 - 2 * EDGE) * self.widths, known)
+        return cast("Independent", self.base).normal_scores(z)
 
     def varying(self, x: Tensor) -> Tensor:
         """``x`` with other numbers where a column may be constant: in labels and whole numbers."""
@@ -311,9 +359,7 @@ def fit_table(
     known, weights = counted(as_table(table), weights)
     schema = Schema.of(known, columns, context, bounds, tails)
     rows = schema.encode(known)
-    # An order that does not depend on that of the rows given.
-    keys = [a for a in (rows.x, rows.context, None if weights is None else weights[:, None]) if a is not None]
-    order = np.lexsort(np.concatenate(keys, axis=1).T[::-1])
+    order = _order(rows, weights)
     given = None if rows.context is None else rows.context[order]
     found = defaults(len(order), len(schema.numbers))
     flow = _fresh(schema, model, found["model"] if model == "quar" else {}, dict(model_options or {}), seed)
@@ -325,7 +371,42 @@ def fit_table(
     history = fit(flow, rows.x[order], given, weights=weights, seed=seed, **options)
     # Scores in float64 do not depend on which rows are scored together.
     flow.double()
+    flow.notes = {"history": history.to_dict(), **_identity(rows), "seed": seed}
+    flow.notes["held_out"] = part if isinstance(part := options["validation"], float | int) else 0.0
     return flow, history
+
+
+def _order(rows: Rows, weights: np.ndarray | None = None) -> np.ndarray:
+    """An order that does not depend on that of the rows given."""
+    keys = [a for a in (rows.x, rows.context, None if weights is None else weights[:, None]) if a is not None]
+    return np.lexsort(np.concatenate(keys, axis=1).T[::-1])
+
+
+SKETCH = 1024  # fingerprints of rows that a model keeps
+
+
+def _identity(rows: Rows) -> dict[str, Any]:
+    """What rows can be recognised by, in whatever order they are: for the notes of a flow."""
+    found = fingerprints(rows)
+    return {"rows": len(found), "digest": int(found.sum()), "sketch": np.unique(found)[:SKETCH].tolist()}
+
+
+def fitted_rows(flow: TableFlow, rows: Rows) -> tuple[np.ndarray, np.ndarray] | None:
+    """The places of the rows that a flow of `fit_table` learnt from, and of those held out; None for another table."""
+    found = _identity(rows)
+    if any(flow.notes.get(key) != found[key] for key in ("rows", "digest")):
+        return None
+    train, held_out = split_rows(len(rows.x), flow.notes["held_out"], flow.notes["seed"])
+    order = _order(rows)
+    return order[train.numpy()], order[held_out.numpy()]
+
+
+def known_part(flow: TableFlow, rows: Rows) -> float:
+    """The part of rows that were in the table of `fit_table`, estimated from the fingerprints that were kept."""
+    found, kept = fingerprints(rows), np.array(flow.notes.get("sketch", []), dtype=np.uint64)
+    # A fingerprint is as good as a random number: those below the largest one kept are a random part of both tables.
+    checked = found if len(kept) < SKETCH else found[found <= kept[-1]]
+    return float(np.isin(checked, kept).mean()) if len(checked) else 0.0
 
 
 def counted(table: Table, weights: np.ndarray | None) -> tuple[Table, np.ndarray | None]:

@@ -657,6 +657,7 @@ def fit(
     if shard_size is not None:
         size_in_bytes(shard_size)
     train, held_out = _split(flow, x, context, weights, validation, options.seed)
+    flow.notes = {}  # of what it was before
     with ExitStack() as stack:
         stack.enter_context(_seeded(train.x.device, options.seed))
         interrupted, show = stack.enter_context(interruptible()), stack.enter_context(bar(progress))
@@ -819,6 +820,17 @@ def _evaluate_every(trainer: Trainer) -> int:
     return max(fair, min(50, (trainer.options.max_steps or 1000) // 20), 1)
 
 
+def split_rows(n: int, part: float, seed: int) -> tuple[Tensor, Tensor]:
+    """The places of the rows to train on, and of the ``part`` of them to validate on.
+
+    >>> [sorted(places.tolist()) for places in split_rows(5, 0.4, seed=0)]
+    [[0, 2, 4], [1, 3]]
+    """
+    order = permutation(n, seed, -1)
+    count = round(n * part)
+    return order[count:], order[:count]
+
+
 def _split(
     flow: Flow, x: object, context: object, weights: object, validation: object, seed: int
 ) -> tuple[Rows, Rows | None]:
@@ -832,15 +844,15 @@ def _split(
     held_out = None
     if isinstance(validation, numbers.Real):
         _check_fraction("validation", validation)
-        count = round(n * float(validation))
+        train, validate = split_rows(n, float(validation), seed)
+        count = len(validate)
         if validation and not 1 <= count <= n - 2:
             raise ValueError(
                 f"validation: expected 1 row or more to validate and 2 to train on; {validation} of {n} "
                 f"leaves {count} and {n - count}. Give more rows, another fraction, or validation=0."
             )
         if count:
-            order = permutation(n, seed, -1).to(rows.x.device)
-            held_out, rows = rows[order[:count]], rows[order[count:]]
+            held_out, rows = rows[validate.to(rows.x.device)], rows[train.to(rows.x.device)]
     else:
         try:
             held_out = Rows(*as_data(flow, *(validation if isinstance(validation, tuple) else (validation,))))
