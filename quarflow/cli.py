@@ -14,11 +14,14 @@ from contextlib import contextmanager, nullcontext
 from enum import StrEnum
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from quarflow.table_flow import TableFlow
 
 INTERRUPTED = 130
 WARNINGS = 5  # that are shown in full
@@ -489,15 +492,10 @@ def score(
     import json
 
     from quarflow import table_runs
-    from quarflow.checkpoint import load
-    from quarflow.table_flow import TableFlow
 
     with _errors(), _plain_warnings(), terminable():
         try:
-            flow = load(model)
-            if not isinstance(flow, TableFlow):
-                raise ValueError(f"model: expected a model of a table; {model} is another. Make one with quarflow fit.")
-            found = table_runs.score(flow, data, None if json_ and out is None else str(out or "-"))
+            found = table_runs.score(_table_model(model), data, None if json_ and out is None else str(out or "-"))
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
     if json_:
@@ -511,10 +509,61 @@ def score(
     typer.echo(said, err=out is None)
 
 
+@app.command()
+def report(
+    model: Model,
+    data: Data,
+    out: Annotated[Path, typer.Option("--out", "-o", dir_okay=False, help="The page to write.")] = Path("report.html"),
+    train: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DATA",
+            help="Rows that other densities learn from, if DATA is not the table of the fit.",
+            show_default="a half of DATA",
+        ),
+    ] = None,
+    rows: Annotated[
+        int, typer.Option(min=2, help="Rows of each kind to look at, held out and learnt from: drawn at random.")
+    ] = 5000,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,
+    json_: Json = False,
+) -> None:
+    """A page about a model of a table and the rows of a file: is the density right, and what surprises it?
+
+    One HTML file, which needs nothing else: likelihood beside other densities, calibration, pictures, outliers, warnings.
+    """
+    import json
+
+    from quarflow import table_runs
+
+    with _errors(), terminable():
+        try:
+            found = table_runs.report(_table_model(model), data, out, model=model.name, train=train, rows=rows, seed=seed)
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+    if json_:
+        typer.echo(json.dumps(found))
+        return
+    for text in found["warnings"]:
+        typer.echo(f"warning: {text}", err=True)
+    nats = "impossible rows" if found["nats"] is None else f"{found['nats']:.4f} nats"
+    typer.echo(f"{found['judged']} rows, {found['kind']}: {nats}\n{out}")
+
+
 def _with_data(file: dict[str, Any], folder: Path | None, download: bool) -> dict[str, Any]:
     """The sections of a file, with the data options of the command line over its own."""
     given = {"folder": None if folder is None else str(folder), "download": download or None}
     return file | {"data": file.get("data", {}) | {k: v for k, v in given.items() if v is not None}}
+
+
+def _table_model(path: Path) -> TableFlow:
+    from quarflow.checkpoint import load
+    from quarflow.table_flow import TableFlow
+
+    flow = load(path)
+    if not isinstance(flow, TableFlow):
+        raise ValueError(f"model: expected a model of a table; {path} is another. Make one with quarflow fit.")
+    return flow
 
 
 def _check_device(device: Device) -> None:

@@ -201,9 +201,20 @@ class TableFlow(Flow):
         Whole numbers are taken at a random place of their step, as in training.
         """
         numbers, _, known = self._parts(x, context)
-        noise = torch.rand(numbers.shape, generator=generator, dtype=numbers.dtype, device=numbers.device)
-        z, _ = self.transform(numbers + (noise - 0.5) * (1 - 2 * EDGE) * self.widths, known)
+        z, _ = self.transform(self._noisy(numbers, generator), known)
         return cast("Independent", self.base).normal_scores(z)
+
+    def on_the_line(
+        self, x: Tensor, context: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The numbers as what is learnt gets them, its log-derivative in the units of the table, and what is known.
+
+        Each number at all places of its cell, (points n, numbers), or at a random one, (n, numbers), of ``generator``.
+        """
+        numbers, _, known = self._parts(x, context)
+        cells, known = self._cells(numbers, known) if generator is None else (self._noisy(numbers, generator), known)
+        u, ladj = Chain(self._steps[:2])(cells)  # the bounds, the tails
+        return u, ladj - self.log_unit, known
 
     def varying(self, x: Tensor) -> Tensor:
         """``x`` with other numbers where a column may be constant: in labels and whole numbers."""
@@ -253,9 +264,10 @@ class TableFlow(Flow):
         parts = [*([] if context is None else [context]), *parts]
         return numbers, codes, torch.cat(parts, 1) if parts else None
 
-    def _noisy(self, numbers: Tensor) -> Tensor:
+    def _noisy(self, numbers: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        noise = torch.rand(numbers.shape, generator=generator, dtype=numbers.dtype, device=numbers.device)
         # Never quite the edge of a cell, which may be that of a bound.
-        return numbers + (torch.rand_like(numbers) - 0.5) * (1 - 2 * EDGE) * self.widths
+        return numbers + (noise - 0.5) * (1 - 2 * EDGE) * self.widths
 
     def score(self, table: object, first_row: int = 0) -> np.ndarray:
         """``log p`` of each row of a table in nats, float64; minus infinity where the schema allows no such row.

@@ -127,6 +127,14 @@ def sample(flow: TableFlow, out: str, n: int, given: Mapping[str, str], seed: in
             show(min(n, start + ROWS) / n)
 
 
+def report(flow: TableFlow, data: str, out: Path, **options: Any) -> dict[str, Any]:
+    """The page of `quarflow.report`, with a bar; gives its numbers, for JSON."""
+    from quarflow.report import write
+
+    with _bar("report") as show:
+        return write(flow, data, out, show=show, **options)
+
+
 @contextmanager
 def _writing(out: str | None) -> Iterator[Callable[[Table], None]]:
     if out is None:
