@@ -530,7 +530,7 @@ def report(
 ) -> None:
     """A page about a model of a table and the rows of a file: is the density right, and what surprises it?
 
-    One HTML file, which needs nothing else: likelihood beside other densities, calibration, pictures, outliers, warnings.
+    One HTML file that needs nothing else: likelihood beside other densities, calibration, pictures, outliers, warnings.
     """
     import json
 
@@ -538,7 +538,8 @@ def report(
 
     with _errors(), terminable():
         try:
-            found = table_runs.report(_table_model(model), data, out, model=model.name, train=train, rows=rows, seed=seed)
+            flow = _table_model(model)
+            found = table_runs.report(flow, data, out, model=model.name, train=train, rows=rows, seed=seed)
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
     if json_:

@@ -1,8 +1,8 @@
 """What people use for the density of a table where they have no flow: a Gaussian, a mixture of them, kernels.
 
 They get what helps a flow, too: bounds and heavy tails are taken to the line first, whole numbers are averaged over
-their steps, and all that is given, context and categories ``w``, is given to them as well: a density ``q(u, w)`` of both
-gives ``q(u | w) = q(u, w) / q(w)``. Categories themselves get their frequencies, each column by itself.
+their steps, and all that is given, context and categories ``w``, is given to them as well: a density of both gives
+``q(u | w) = q(u, w) / q(w)``. Categories themselves get their frequencies, each column by itself.
 """
 
 from __future__ import annotations

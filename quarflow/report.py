@@ -66,7 +66,7 @@ class Report:
     history: History | None
     rows_in_file: int
     rows: int  # of the file that are looked at
-    kind: str = "new"  # of the rows judged: "new", "held out", "learnt" or "unknown"
+    kind: str = "new"  # of the rows judged: "new", "held out", "learnt", "mixed" or "unknown"
     said: list[str] = field(default_factory=list)  # of what is held out, and what is not
     fit_rows: tuple[int, int] | None = None  # learnt from, held out
     warnings: list[str] = field(default_factory=list)
@@ -83,7 +83,9 @@ class Report:
     scores: np.ndarray = field(default_factory=lambda: np.empty(0))  # of the rows judged
     draw_scores: np.ndarray = field(default_factory=lambda: np.empty(0))
     latents: np.ndarray = field(default_factory=lambda: np.empty((0, 0)))  # of the rows judged, that are possible
-    inside: np.ndarray = field(default_factory=lambda: np.empty(0))  # the least central region that holds each
+    # The least probability of a region that holds each row judged: a central one of the latents, and a densest one.
+    central: np.ndarray = field(default_factory=lambda: np.empty(0))
+    densest: np.ndarray = field(default_factory=lambda: np.empty(0))
     columns: list[Look] = field(default_factory=list)
     pairs: list[tuple[Column, Column, float, float]] = field(default_factory=list)  # dependence of rows, of draws
     paired: int = 0  # columns among which pairs were looked for
@@ -94,13 +96,18 @@ class Report:
 
     def summary(self) -> dict[str, Any]:
         """Numbers and text, for JSON, which has no infinity: null stands for it."""
-        names = ("model", "data", "rows_in_file", "rows", "kind", "judged", "impossible", "nats", "standard_error")
-        names += ("training_nats", "training_error", "compared", "peers", "coverage", "warnings")
+        names = ["model", "data", "rows_in_file", "rows", "kind", "judged", "impossible", "nats", "standard_error"]
+        names += ["training_nats", "training_error", "compared", "peers", "coverage", "warnings"]
         found = {name: getattr(self, name) for name in names}
         found["columns"] = {look.name: round(look.distance, 6) for look in self.columns}
         found["pairs"] = [{"columns": [a.name, b.name], "rows": x, "draws": y} for a, b, x, y in self.pairs]
+        finite = {nats: nats if math.isfinite(nats) else None for s in self.surprises for *_, nats in s.columns}
         found["surprising"] = [
-            {"row": s.number, "nats": s.nats if math.isfinite(s.nats) else None, "columns": [list(c) for c in s.columns]}
+            {
+                "row": s.number,
+                "nats": s.nats if math.isfinite(s.nats) else None,
+                "columns": [[name, value, finite[nats]] for name, value, nats in s.columns],
+            }
             for s in self.surprises
         ]
         return found
@@ -222,7 +229,7 @@ def look(
     found.table = table
     found.draws = flow.schema.decode(x, {c.name: table[c.name][given] for c in flow.schema.given})
     show(0.85)
-    _calibrate(found, flow, held, generator)
+    _calibrate(found, flow, held, rng, generator)
     modelled = [c for c in flow.schema.columns if c in flow.schema.numbers or c in flow.schema.labels]
     found.columns = [_marginal(c, table[c.name], found.draws[c.name]) for c in modelled]
     _pair(found, modelled)
@@ -298,15 +305,20 @@ def _say(found: Report, flow: TableFlow, rows: Rows, held: Rows, train: str | No
     if found.fit_rows:
         learnt, held_out = found.fit_rows
         said = {
-            "held out": f"This file is the table of the fit. {_n(held_out, 'row')} of it were held out then: the model did not learn "
-            "from them, but training kept the weights under which they were likeliest, which flatters it a little. "
-            "All figures marked held out are of these rows. For a judgement that nothing has touched, give a file of new rows.",
-            "new": f"The model was fitted to {_n(learnt + held_out, 'row')}, drawn at random from this file. All figures "
-            "marked held out are of rows of it that were not among them.",
-            "learnt": f"This file is the table of the fit, and none of its {_n(learnt, 'row')} were held out. All figures "
-            "are of rows that the model learnt from, and flatter it.",
+            "held out": f"This file is the table of the fit. Of its rows, {held_out:,} were held out then: the model "
+            "did not learn from them, but training kept the weights under which they were likeliest, which flatters it "
+            "a little. Likelihood and calibration are of these rows. For a judgement that nothing has touched, give a "
+            "file of new rows.",
+            "new": f"The model was fitted to {_n(learnt + held_out, 'row')} drawn at random from this file. Likelihood "
+            "and calibration are of rows of it that were not among them.",
+            "learnt": f"This file is the table of the fit, and none of its {_n(learnt, 'row')} were held out. "
+            "Likelihood and calibration are of rows that the model learnt from, which flatters it.",
         }
         found.said.append(said[found.kind])
+        if learn is not None and found.kind != "learnt":
+            found.said.append(
+                f"The other densities learnt from {len(learn.x):,} of the {learnt:,} rows that the model learnt from."
+            )
         if found.kind == "learnt":
             found.warnings.append("Nothing was held out: every figure is of rows that the model learnt from.")
         return
@@ -318,17 +330,22 @@ def _say(found: Report, flow: TableFlow, rows: Rows, held: Rows, train: str | No
         )
         found.warnings.append("It is not known whether the model has learnt from rows of this file.")
     else:
-        found.said.append("This file is not the table of the fit; all of its rows count as held out.")
         part = known_part(flow, rows)
         if not any(c.step == 0 for c in flow.schema.numbers):
-            found.said.append("Whether some of its rows were in that table cannot be told: no column is continuous.")
-        elif part:
-            found.warnings.append(
-                f"About {part:.0%} of the rows of this file were in the table of the fit as well: the figures flatter "
-                "the model."
+            found.said.append(
+                "This file is not the table of the fit, and its rows count as held out. Whether some of them were in "
+                "that table cannot be told: no column is continuous."
+            )
+        elif part < 0.01:
+            found.said.append(
+                "This file is not the table of the fit, and its rows count as held out. Those that could be checked "
+                "were not in that table."
             )
         else:
-            found.said.append("None of its rows that could be checked was in that table.")
+            found.kind = "mixed"
+            text = f"About {part:.0%} of the rows of this file were in the table of the fit as well"
+            found.said.append(f"{text}. Likelihood and calibration are of all rows, which flatters the model.")
+            found.warnings.append(f"{text}: likelihood and calibration flatter the model.")
     if train is None:
         found.said.append(
             "The other densities learn from one half of these rows and are judged on the other half, and the other way "
@@ -370,26 +387,28 @@ def _compare(found: Report, flow: TableFlow, learn: Rows | None, held: Rows, rng
         )
 
 
-def _calibrate(found: Report, flow: TableFlow, held: Rows, generator: torch.Generator) -> None:
+def _calibrate(
+    found: Report, flow: TableFlow, held: Rows, rng: np.random.Generator, generator: torch.Generator
+) -> None:
     """Latents of the rows judged, and how many rows regions of a stated probability hold."""
     possible = _possible(held)
     if flow.schema.numbers and len(possible.x):
         found.latents = flow.latents(*_tensors(flow, possible), generator=generator).double().cpu().numpy()
     n, d = found.latents.shape
-    if d:
+    if n and d:
         radius = torch.as_tensor((found.latents**2).sum(1) / 2)
-        found.inside = torch.special.gammainc(torch.full_like(radius, d / 2), radius).numpy()
+        found.central = np.ones(found.judged)
+        found.central[held.possible] = torch.special.gammainc(torch.full_like(radius, d / 2), radius).numpy()
+    # Equal densities, as tables of categories have them, are in an order of chance.
+    draws, scores = np.sort(found.draw_scores.round(9)), found.scores.round(9)
+    less, most = (np.searchsorted(draws, scores, side) / len(draws) for side in ("left", "right"))
+    found.densest = 1 - (less + rng.random(len(scores)) * (most - less))
     for level in LEVELS:
-        edge = np.quantile(found.draw_scores, 1 - level)
-        noise = level * (1 - level)
-        entry: dict[str, Any] = {
-            "level": level,
-            "density": float((found.scores >= edge).mean()),
-            "density_error": math.sqrt(noise * (1 / found.judged + 1 / len(found.draw_scores))),
-        }
-        if n:
-            entry["latents"] = float((found.inside <= level).sum()) / found.judged
-            entry["latents_error"] = math.sqrt(noise / found.judged)
+        noise = level * (1 - level) / found.judged
+        entry: dict[str, Any] = {"level": level, "density": float((found.densest <= level).mean())}
+        entry["density_error"] = math.sqrt(noise * (1 + found.judged / len(draws)))
+        if len(found.central):
+            entry |= {"latents": float((found.central <= level).mean()), "latents_error": math.sqrt(noise)}
         found.coverage.append(entry)
 
 
@@ -425,7 +444,9 @@ def _bins(column: Column, rows: np.ndarray, draws: np.ndarray) -> tuple[np.ndarr
     """Both by the same eight bins, of as many rows each; of categories the most frequent seven, and the rest."""
     if column.kind == "category":
         often = sorted(column.values, key=lambda value: -int((rows == value).sum()))[:7]
-        return tuple(sum((i + 1) * (part == v) for i, v in enumerate(often)) for part in (rows, draws))  # type: ignore
+        places = {value: i for i, value in enumerate(often)}
+        a, b = (np.array([places.get(value, 7) for value in part.tolist()]) for part in (rows, draws))
+        return a, b
     edges = np.unique(np.quantile(rows, np.arange(1, 8) / 8))
     return np.searchsorted(edges, rows), np.searchsorted(edges, draws)
 
@@ -440,9 +461,7 @@ def _dependence(a: np.ndarray, b: np.ndarray) -> float:
     return max(0.0, nats - float(freedom) / (2 * len(a)))
 
 
-def _surprises(
-    flow: TableFlow, table: Table, rows: Rows, scores: np.ndarray, numbers: np.ndarray
-) -> list[Surprise]:
+def _surprises(flow: TableFlow, table: Table, rows: Rows, scores: np.ndarray, numbers: np.ndarray) -> list[Surprise]:
     """The rows of lowest density, and what each column has to do with it."""
     columns = [*flow.schema.numbers, *flow.schema.labels]
     chosen = np.argsort(scores, kind="stable")[: SHOWN["rows"]]
@@ -511,15 +530,15 @@ def _warn(found: Report, flow: TableFlow) -> None:
             )
     if found.impossible:
         warn(
-            f"{_n(found.impossible, 'row')} of {found.judged} held out {'is' if found.impossible == 1 else 'are'} impossible under the model, beyond its bounds or "
-            "with categories that it has not seen: the mean log-likelihood is minus infinity, and told of the others."
+            f"Impossible under the model: {found.impossible:,} of {_n(found.judged, 'row')}, beyond its bounds or with "
+            "categories that it has not seen. The mean log-likelihood is minus infinity; it is told of the others."
         )
     learnt = int(flow.notes.get("rows", 0) * (1 - flow.notes.get("held_out", 0)))
     needed = 20 * (len(flow.schema.numbers) + sum(len(c.values) - 1 for c in flow.schema.labels))
     if learnt and learnt < max(100, needed):
         warn(
-            f"The model learnt from {_n(learnt, 'row')}, few for {_n(len(flow.schema.columns), 'column')}: it is little "
-            "more than a Gaussian, and what it says of single rows is uncertain."
+            f"The model learnt from {_n(learnt, 'row')}, few for {_n(len(flow.schema.columns), 'column')}: what it "
+            "says of single rows is uncertain."
         )
     if found.judged < 100:
         warn(f"Few rows to judge by: {found.judged}. Calibration and differences are uncertain.")
@@ -534,15 +553,14 @@ def _warn(found: Report, flow: TableFlow) -> None:
     if history and history.stopped in ("interrupted", "diverged"):
         warn(f"The training was not finished: {history.stopped}.")
     for peer in found.peers:
-        if peer["ahead_error"] is not None and peer["ahead"] < -2 * peer["ahead_error"]:
-            warn(f"The {peer['name']} is better than the model, by {-peer['ahead']:.2f} ± {peer['ahead_error']:.2f} nats.")
+        if peer["ahead_error"] is not None and peer["ahead"] < -max(2 * peer["ahead_error"], 0.01):
+            ahead = f"{-peer['ahead']:.2f} ± {peer['ahead_error']:.2f}"
+            warn(f"The model is not as good as the {peer['name']}, by {ahead} nats.")
     for entry in found.coverage:
         off = entry["density"] - entry["level"]
         if entry["level"] == 0.9 and abs(off) > max(0.03, 3.3 * entry["density_error"]):
-            warn(
-                f"Calibration: the region of {entry['level']:.0%} probability holds {entry['density']:.1%} of the rows. "
-                f"The model is too {'wide' if off > 0 else 'narrow, as one that overfits or sees other data is'}."
-            )
+            why = "too wide" if off > 0 else "too narrow, as one that overfits, or these are other data than it knows"
+            warn(f"Calibration: the region of 90% probability holds {entry['density']:.1%} of the rows: it is {why}.")
     if far := [look for look in found.columns if look.distance > look.noise + 0.03]:
         far.sort(key=lambda look: -look.distance)
         shown = ", ".join(f"{look.name!r} ({look.distance:.2f})" for look in far[:5])
@@ -555,4 +573,3 @@ def _n(count: int, what: str) -> str:
     ('1 row', '1,200 rows')
     """
     return f"{count:,} {what}{'s' * (count != 1)}"
-

@@ -57,7 +57,8 @@ figure h3 { margin-bottom: .35rem; }
 .alerts li { background: var(--alert-back); border-left: 3px solid var(--alert); border-radius: .3rem;
   padding: .55rem .85rem; font-size: .92rem; line-height: 1.5; }
 .scroll { overflow-x: auto; margin: 1rem 0; max-width: 44rem; }
-table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums;
+  overflow-wrap: break-word; }
 th, td { text-align: left; padding: .42rem 1.2rem .42rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { font-weight: 500; font-size: .82rem; }
 td.n, th.n { text-align: right; white-space: nowrap; }
@@ -73,7 +74,7 @@ svg text.name { fill: var(--ink); }
 .data { stroke: var(--data); } .model { stroke: var(--model); } .other { stroke: var(--other); }
 .thin { stroke-width: 1; opacity: .4; }
 .fill-data { fill: var(--data); opacity: .32; } .fill-model { fill: var(--model); opacity: .85; }
-.dots { stroke-width: 2.6; stroke-linecap: round; opacity: .5; fill: none; }
+.dots { stroke-width: 2.6; stroke-linecap: round; opacity: .65; fill: none; }
 .key { display: inline-block; width: .75em; height: .75em; border-radius: .2em; margin-right: .35em; }
 .key.d { background: var(--data); } .key.m { background: var(--model); } .key.o { background: var(--other); }
 .rows { list-style: none; margin: 1rem 0; padding: 0; display: grid; gap: .6rem; }
@@ -86,7 +87,7 @@ details { font-size: .86rem; color: var(--soft); } summary { cursor: pointer; }
 footer { margin-top: 3.5rem; padding-top: 1rem; border-top: 1px solid var(--line); font-size: .84rem;
   color: var(--soft); }
 @media (max-width: 30rem) { main { padding: 1.5rem 1rem 3rem; } h1 { font-size: 1.55rem; } h2 { margin-top: 2.4rem; }
-  th, td { padding-right: .7rem; } }
+  table { font-size: .82rem; } th, td { padding-right: .7rem; } }
 @media print { .card, .alerts li { break-inside: avoid; } }
 """
 
@@ -110,8 +111,8 @@ def page(report: Report) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(report.model)}: density report</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(parts)
-        + f"\n<footer>quarflow {escape(__version__)}. Log-likelihoods are natural logarithms (nats) of densities in the "
-        "units of the table: probabilities of categories and whole numbers, densities of other numbers.</footer>\n"
+        + f"\n<footer>quarflow {escape(__version__)}. Log-likelihoods are natural logarithms (nats) of densities in "
+        "the units of the table: probabilities of categories and whole numbers, densities of other numbers.</footer>\n"
         "</main>\n</body>\n</html>\n"
     )
 
@@ -130,7 +131,9 @@ def _head(r: Report) -> str:
     if r.judged:
         entry = next(e for e in r.coverage if e["level"] == 0.9)
         tiles.append((f"{entry['density']:.1%}", "of these rows lie in the model’s region of 90% probability"))
-    tiles.append((f"{r.rows_in_file:,}", f"{_plural(r.rows_in_file, 'row')} in the file, {len(r.flow.schema.columns)} columns"))
+    tiles.append(
+        (f"{r.rows_in_file:,}", f"{_plural(r.rows_in_file, 'row')} in the file, {len(r.flow.schema.columns)} columns")
+    )
     return (
         f"<header><h1>{escape(r.model)}</h1>\n<p class=soft>A density of a table, and the rows of "
         f"{escape(r.data)}</p></header>\n<div class=tiles>"
@@ -166,7 +169,9 @@ def _fit(r: Report) -> str:
         why = STOPPED.get(history.stopped or "", "it ended")
         words.append(f"{said}, in {_n(steps, 'step')} and {history.seconds:.0f} s. The training stopped because {why}.")
         if history.best_step is not None:
-            words.append(f"The weights are those of step {history.best_step:,}, under which the rows held out were likeliest.")
+            words.append(
+                f"The weights are those of step {history.best_step:,}, under which the rows held out were likeliest."
+            )
             if history.stopped == "max_steps" and history.best_step >= 0.95 * steps:
                 words.append("They were still becoming likelier: more steps may help.")
     else:
@@ -174,7 +179,10 @@ def _fit(r: Report) -> str:
     looked = f"For this page, {_n(r.rows, 'row')} of {r.data}"
     looked += f", drawn at random from {r.rows_in_file:,}," if r.rows < r.rows_in_file else ""
     words.append(f"{looked} {'were' if r.rows != 1 else 'was'} looked at.")
-    curve = _figure("Training", _training(r), f"Mean log-likelihood of {_key('d')}the rows learnt from and {_key('m')}those held out.") if history and history.steps else ""
+    curve = ""
+    if history and history.steps:
+        said = f"Mean log-likelihood of {_key('d')}the rows learnt from and {_key('m')}those held out."
+        curve = _figure("Training", _training(r), said)
     listed = "".join(
         f"<tr><td>{escape(c.name)}</td><td>{escape(c.in_words)}</td></tr>" for c in schema.columns[:LISTED]
     )
@@ -191,7 +199,8 @@ def _fit(r: Report) -> str:
 
 def _likelihood(r: Report) -> str:
     said = "".join(f"<p>{escape(text)}</p>" for text in r.said)
-    head = "<section id=likelihood><h2>Held-out log-likelihood</h2>" + said
+    title = "Held-out log-likelihood" if r.kind in ("new", "held out") else "Log-likelihood"
+    head = f"<section id=likelihood><h2>{title}</h2>{said}"
     if r.nats is None:
         return head + "<p>No row is possible under the model, so there is nothing to compare.</p></section>"
     ours = {"name": r.model, "choice": "", "nats": r.nats, "standard_error": r.standard_error, "ahead": None}
@@ -224,13 +233,17 @@ def _likelihood(r: Report) -> str:
     if r.peers:
         notes.append(
             "The differences are taken row by row, which makes their errors smaller than those of the means. Each "
-            "density was chosen (components, bandwidth) by a fifth of the rows that it learnt from; bounds, heavy tails "
-            "and whole numbers are treated for all as they are for the model, columns that are given and categories "
-            "are given to all, and categories themselves count by their frequencies."
+            "density was chosen (components, bandwidth) by a fifth of the rows that it learnt from. Bounds, heavy "
+            "tails and whole numbers are treated as they are for the model; the numbers are given the categories and "
+            "the columns that are given; categories themselves count by their frequencies."
         )
     if r.impossible:
         notes.append(f"{_n(r.impossible, 'row')} that the model holds impossible left out.")
-    picture = _figure("Log-likelihood", _ranking(entries, ours), "Means, with two standard errors to each side.") if r.peers else ""
+    picture = (
+        _figure("Log-likelihood", _ranking(entries, ours), "Means, with two standard errors to each side.")
+        if r.peers
+        else ""
+    )
     text = "".join(f"<p class=small>{escape(note)}</p>" for note in notes)
     if not picture:
         return f"{head}{table}{text}</section>"
@@ -239,35 +252,45 @@ def _likelihood(r: Report) -> str:
 
 def _calibration(r: Report) -> str:
     head = (
-        "<section id=calibration><h2>Calibration</h2><p>A model that is right gives each event the frequency that it has. "
-        "Its latents, the noise that rows stand for, are then independent normals, their probabilities are uniform, and "
-        "a region of 90% probability holds 90% of new rows.</p>"
+        "<section id=calibration><h2>Calibration</h2><p>A model that is right gives each event the frequency that it "
+        "has. Its latents, the noise that rows stand for, are then independent normals, their probabilities are "
+        "uniform, and a region of 90% probability holds 90% of new rows.</p>"
     )
     if r.judged < 20 or r.judged == r.impossible:
         return head + f"<p>{_n(r.judged - r.impossible, 'row')}: too few to say.</p></section>"
-    figures = []
+    pictures = []
     if r.latents.size:
-        figures.append(_figure("Latents against a normal", _quantiles(r.latents), f"Quantiles of {_key('d')}all latents together and of {_key('o')}each. Right is the diagonal."))
-        figures.append(_figure("Probability-integral transforms", _uniform(r.latents), "How often a latent falls into each twentieth of its probability. Right is within the band, up to chance (two deviations)."))
-    figures.append(_figure("Coverage", _coverage(r), f"The part of rows in {_key('d')}the densest region of each probability"
-        + (f" and in {_key('o')}the central one of the latents" if r.inside.size else "") + ". Right is the diagonal."))
-    figures.append(_figure("Log-density", _histogram(r.scores[np.isfinite(r.scores)], r.draw_scores, width=WIDE, height=240), f"Of {_key('d')}rows and {_key('m')}draws of the model. Rows further left than draws are outliers, or show a model too narrow."))
+        said = f"Quantiles of {_key('d')}all latents together and of {_key('o')}each. Right is the diagonal."
+        pictures.append(("Latents against a normal", _quantiles(r.latents), said))
+        said = "How often a latent falls into each twentieth of its probability. Right is the band, but for chance."
+        pictures.append(("Probability-integral transforms", _uniform(r.latents), said))
+    said = f"The part of rows in {_key('d')}the densest region of each probability"
+    said += f" and in {_key('o')}the central one of the latents" if r.central.size else ""
+    pictures.append(("Coverage", _coverage(r), f"{said}. Right is the diagonal."))
+    scores = _histogram(r.scores[np.isfinite(r.scores)], r.draw_scores, width=WIDE, height=240)
+    said = f"Of {_key('d')}rows and {_key('m')}draws of the model. Rows left of the draws are outliers."
+    pictures.append(("Log-density", scores, said))
+    figures = "".join(_figure(*picture) for picture in pictures)
     rows = "".join(
         f"<tr><td>{e['level']:.0%}</td><td class=n>{e['density']:.1%} ± {e['density_error']:.1%}</td>"
         + (f"<td class=n>{e['latents']:.1%} ± {e['latents_error']:.1%}</td>" if "latents" in e else "")
         + "</tr>"
         for e in r.coverage
     )
-    central = "<th class=n>in the central region of latents</th>" if r.inside.size else ""
+    central = "<th class=n>in the central region of latents</th>" if r.central.size else ""
     return (
-        f"{head}<div class='grid wide'>{''.join(figures)}</div><div class=scroll><table><thead><tr><th>Probability</th>"
-        f"<th class=n>rows in the densest region</th>{central}</tr></thead><tbody>{rows}</tbody></table></div></section>"
+        f"{head}<div class='grid wide'>{figures}</div><div class=scroll><table><thead><tr><th>Probability</th>"
+        f"<th class=n>rows in the densest region</th>{central}</tr></thead><tbody>{rows}</tbody></table></div>"
+        "</section>"
     )
 
 
 def _columns(r: Report) -> str:
     looks = r.columns
-    said = "Pictures show the middle 99% of the rows. Distances are the largest difference of cumulated shares, and of categories half the sum of all differences: 0 is the same, 1 is nothing in common."
+    said = (
+        "Pictures show the middle 99% of the rows. A distance is the largest difference of cumulated shares, and of "
+        "categories half the sum of all differences: 0 is the same, 1 is nothing in common."
+    )
     if len(looks) > SHOWN:
         looks = sorted(looks, key=lambda look: -look.distance)[:SHOWN]
         said += f" Of {len(r.columns):,} columns, the {SHOWN} with the largest distances are shown."
@@ -282,15 +305,15 @@ def _pairs(r: Report) -> str:
     if not r.pairs:
         return ""
     rng = np.random.default_rng(0)
-    figures = "".join(
-        _figure(
-            f"{b.name} and {a.name}", _scatter(b, a, r, rng), f"{of_rows:.2f} nats in the rows, {of_draws:.2f} in draws"
-        )
-        for a, b, of_rows, of_draws in r.pairs
-    )
+    figures = ""
+    for *pair, of_rows, of_draws in r.pairs:
+        # Names of categories have room beside the second axis.
+        a, b = sorted(pair, key=lambda column: column.kind == "category")
+        caption = f"{of_rows:.2f} nats in the rows, {of_draws:.2f} in draws"
+        figures += _figure(f"{a.name} and {b.name}", _scatter(a, b, r, rng), caption)
     among = f" among the first {r.paired} columns" if r.paired < len(r.columns) else ""
     return (
-        f"<section id=pairs><h2>Pairs</h2><p>The pairs{among} that depend most on each other, by their mutual information: "
+        f"<section id=pairs><h2>Pairs</h2><p>The pairs{among} that depend most on each other, by mutual information: "
         f"rows left, draws of the model right.</p>{_legend()}<div class=grid>{figures}</div></section>"
     )
 
@@ -299,15 +322,15 @@ def _surprising(r: Report) -> str:
     if not r.surprises:
         return ""
     how = (
-        "The model takes the columns in one order, and its log-density is a sum with a term for each, given those before. "
-        "Columns are named with the nats by which their term is below its mean over the rows."
+        "The model takes the columns in one order, and its log-density is a sum with a term for each, given those "
+        "before. Columns are named with the nats by which their term is below its mean over the rows."
         if r.by_order
-        else "The model has no single order of columns, so its log-density is no sum of terms for each. Columns are named "
-        "with the nats that the row would gain if this column alone had the best of 33 usual values."
+        else "The model has no single order of columns, so its log-density is no sum of terms for each. Columns are "
+        "named with the nats that the row would gain if this column alone had the best of 33 usual values."
     )
     items = "".join(_row(s) for s in r.surprises)
     return (
-        f"<section id=surprising><h2>The most surprising rows</h2><p>Those of lowest density among {_n(r.rows, 'row')}. "
+        f"<section id=surprising><h2>The most surprising rows</h2><p>Of lowest density among {_n(r.rows, 'row')}. "
         f"{how}</p><ol class=rows>{items}</ol></section>"
     )
 
@@ -318,12 +341,15 @@ def _row(s: Surprise) -> str:
         f"<i>{'impossible' if math.isinf(nats) else _signed(nats, places=1)}</i></span>"
         for name, value, nats in s.columns
     )
+    if s.columns and max(nats for *_, nats in s.columns) < 2:
+        why = "<span class=soft>no column alone explains it</span>" + why
     values = [f"{escape(name)} = {escape(_value(value))}" for name, value in s.values.items()]
     more = [f"and {len(values) - LISTED} more"] if len(values) > LISTED else []
     nats = "−∞" if math.isinf(s.nats) else _signed(s.nats, places=2)
+    listed = ", ".join([*values[:LISTED], *more])
     return (
         f"<li class=card><div class=head><b>Row {s.number:,}</b><span class=soft>log-density {nats}</span></div>"
-        f"<div class=why>{why}</div><details><summary>All values</summary>{', '.join([*values[:LISTED], *more])}</details></li>"
+        f"<div class=why>{why}</div><details><summary>All values</summary>{listed}</details></li>"
     )
 
 
@@ -407,7 +433,9 @@ class Chart:
         self.text((left + right) / 2, bottom + 31, xlabel, "middle")
         if ylabel:
             middle = (top + bottom) / 2
-            self.parts.append(f"<text transform='translate(10 {middle:.1f}) rotate(-90)' text-anchor=middle>{ylabel}</text>")
+            self.parts.append(
+                f"<text transform='translate(10 {middle:.1f}) rotate(-90)' text-anchor=middle>{ylabel}</text>"
+            )
 
     def x(self, value: float) -> float:
         """Where a value of the first axis is in the picture."""
@@ -434,9 +462,7 @@ class Chart:
     def bar(self, x: tuple[float, float], y: tuple[float, float], kind: str) -> None:
         """A rectangle between two values of each axis."""
         (a, b), (c, d) = sorted(map(self.x, x)), sorted(map(self.y, y))
-        self.parts.append(
-            f"<rect class='{kind}' x='{a:.1f}' y='{c:.1f}' width='{b - a:.1f}' height='{d - c:.1f}'/>"
-        )
+        self.parts.append(f"<rect class='{kind}' x='{a:.1f}' y='{c:.1f}' width='{b - a:.1f}' height='{d - c:.1f}'/>")
 
     def steps(self, edges: np.ndarray, heights: np.ndarray, kind: str) -> None:
         """The outline of a histogram."""
@@ -452,9 +478,7 @@ class Chart:
     def svg(self, title: str) -> str:
         """The picture; ``title`` is for those who cannot see it."""
         width, height = self.size
-        return (
-            f"<svg viewBox='0 0 {width} {height}' role=img aria-label='{escape(title)}'>{''.join(self.parts)}</svg>"
-        )
+        return f"<svg viewBox='0 0 {width} {height}' role=img aria-label='{escape(title)}'>{''.join(self.parts)}</svg>"
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[tuple[float, str]]:
@@ -495,12 +519,20 @@ def _training(r: Report) -> str:
     # The first steps may be worse by orders of magnitude; the picture is about the rest.
     low, high = seen[len(seen) // 20], seen[-1]
     room = 0.08 * (high - low)
-    chart = Chart((0, steps[-1]), (low - room, high + room), xlabel="step", ylabel="nats", width=WIDE, height=230, margins=(52, 8, 10, 36))
+    chart = Chart(
+        (0, steps[-1]),
+        (low - room, high + room),
+        xlabel="step",
+        ylabel="nats",
+        width=WIDE,
+        height=230,
+        margins=(52, 8, 10, 36),
+    )
     good = np.isfinite(nats) & (nats >= low - room)
     chart.line(steps[good].tolist(), nats[good].tolist(), "data thin")
     points = [(s, v) for s, v in zip(history.validation_steps, history.validation, strict=True) if v >= low - room]
     if points:
-        chart.line(*map(list, zip(*points, strict=True)), "model")
+        chart.line([s for s, _ in points], [v for _, v in points], "model")
     if history.best_step is not None and history.best_validation is not None:
         x, y = chart.x(history.best_step), chart.y(history.best_validation)
         chart.parts.append(f"<circle class=fill-model cx='{x:.1f}' cy='{y:.1f}' r='4'/>")
@@ -513,14 +545,14 @@ def _ranking(entries: list[dict[str, Any]], ours: dict[str, Any]) -> str:
     high = max(e["nats"] + error for e, error in zip(entries, errors, strict=True))
     room = 0.05 * (high - low)
     size: Any = {"width": WIDE, "height": 34 * len(entries) + 44, "margins": (118, 6, 10, 36)}
-    chart = Chart(
-        (low - room, high + room), (len(entries) - 0.5, -0.5), yticks=[], xlabel="nats for each row", **size
-    )
+    chart = Chart((low - room, high + room), (len(entries) - 0.5, -0.5), yticks=[], xlabel="nats for each row", **size)
     for i, (e, error) in enumerate(zip(entries, errors, strict=True)):
         kind = "model" if e is ours else "data"
         chart.parts.append(f"<path class=grid-line d='M118 {chart.y(i):.1f}H{WIDE - 10}'/>")
         chart.line([e["nats"] - error, e["nats"] + error], [i, i], kind)
-        chart.parts.append(f"<circle fill='var(--{kind})' cx='{chart.x(e['nats']):.1f}' cy='{chart.y(i):.1f}' r='4.5'/>")
+        chart.parts.append(
+            f"<circle fill='var(--{kind})' cx='{chart.x(e['nats']):.1f}' cy='{chart.y(i):.1f}' r='4.5'/>"
+        )
         chart.text(110, chart.y(i) + 4, _short(e["name"], 17), "end", "name")
     return chart.svg("log-likelihoods")
 
@@ -547,7 +579,14 @@ def _uniform(latents: np.ndarray) -> str:
     counts = np.histogram(torch.special.ndtr(torch.as_tensor(latents)).numpy(), 20, (0, 1))[0]
     expected = latents.size / 20
     shares, noise = counts / expected, 2 * math.sqrt(0.95 / expected)
-    chart = Chart((0, 1), (0, max(1.5, shares.max(), 1 + noise)), xlabel="probability", ylabel="relative frequency", width=WIDE, height=240)
+    chart = Chart(
+        (0, 1),
+        (0, max(1.5, shares.max(), 1 + noise)),
+        xlabel="probability",
+        ylabel="relative frequency",
+        width=WIDE,
+        height=240,
+    )
     chart.bar((0, 1), (1 - noise, 1 + noise), "band")
     edges = np.linspace(0, 1, 21)
     for i, share in enumerate(shares):
@@ -560,13 +599,14 @@ def _coverage(r: Report) -> str:
     levels = np.linspace(0, 1, 51)
     percent = [(v, f"{v:.0%}") for v in (0, 0.25, 0.5, 0.75, 1)]
     size: Any = {"width": WIDE, "height": 240, "margins": (52, 8, 14, 36)}
-    chart = Chart((0, 1), (0, 1), xlabel="probability of the region", ylabel="rows in it", xticks=percent, yticks=percent, **size)
+    chart = Chart(
+        (0, 1), (0, 1), xlabel="probability of the region", ylabel="rows in it", xticks=percent, yticks=percent, **size
+    )
     chart.line([0, 1], [0, 1], "guide")
-    if r.inside.size:
-        inside = np.sort(r.inside)
-        chart.line(levels.tolist(), (np.searchsorted(inside, levels, side="right") / r.judged).tolist(), "other")
-    edges = np.quantile(r.draw_scores, 1 - levels)
-    chart.line(levels.tolist(), [float((r.scores >= edge).mean()) for edge in edges], "data")
+    for regions, kind in ((r.central, "other"), (r.densest, "data")):
+        if len(regions):
+            held = np.searchsorted(np.sort(regions), levels, side="right") / len(regions)
+            chart.line(levels.tolist(), held.tolist(), kind)
     return chart.svg("coverage of regions")
 
 
@@ -580,7 +620,12 @@ def _histogram(rows: np.ndarray, draws: np.ndarray, step: float = 0.0, **size: A
     else:
         edges = np.linspace(*_opened(low, high), bins + 1)
     heights = [np.histogram(part, edges)[0] / len(part) for part in (rows, draws)]
-    chart = Chart((edges[0], edges[-1]), (0, max(1e-9, *(h.max() for h in heights)) * 1.05), yticks=[], **{"height": 160, "margins": (10, 6, 10, 22), **size})
+    chart = Chart(
+        (edges[0], edges[-1]),
+        (0, max(1e-9, *(h.max() for h in heights)) * 1.05),
+        yticks=[],
+        **{"height": 160, "margins": (10, 6, 10, 22), **size},
+    )
     for a, b, share in zip(edges, edges[1:], heights[0], strict=False):
         chart.bar((a, b), (0, share), "fill-data")
     chart.steps(edges, heights[1], "model")
@@ -608,8 +653,8 @@ def _marginal(column: Column, look: Look) -> str:
 
 def _scatter(a: Column, b: Column, r: Report, rng: np.random.Generator) -> str:
     parts = []
-    axes = [_axis(c, r) for c in (a, b)]
-    for table, kind, (left, right) in ((r.table, "data", (46, 142)), (r.draws, "model", (186, 2))):
+    axes = [_axis(a, r, 3), _axis(b, r, 8)]
+    for table, kind, (left, right) in ((r.table, "data", (52, 140)), (r.draws, "model", (190, 2))):
         chart = Chart(
             *(span for span, _ in axes),
             margins=(left, 6, right, 36),
@@ -625,14 +670,17 @@ def _scatter(a: Column, b: Column, r: Report, rng: np.random.Generator) -> str:
     return parts[0].svg(f"{a.name} and {b.name}")
 
 
-def _axis(column: Column, r: Report) -> tuple[tuple[float, float], list[tuple[float, str]]]:
+def _axis(column: Column, r: Report, most: int) -> tuple[tuple[float, float], list[tuple[float, str]]]:
+    """The range of an axis, and at most so many ticks, as far as there is room for their text."""
     if column.kind == "category":
-        count = len(column.values)
-        every = max(1, math.ceil(count / 4))
-        return (-0.5, count - 0.5), [(i, _short(str(v), 7)) for i, v in enumerate(column.values)][::every]
+        every = math.ceil(len(column.values) / most)
+        named = [(float(i), _short(str(v), 7)) for i, v in enumerate(column.values)]
+        return (-0.5, len(named) - 0.5), named[::every]
     low, high = _opened(*np.quantile(r.table[column.name], [0.005, 0.995]))
     room = 0.03 * (high - low) + column.step / 2
-    return (low - room, high + room), ticks(low - room, high + room, 3)
+    found = (ticks(low - room, high + room, count) for count in (5, 4, 3))
+    short = [marks for marks in found if most > 5 or sum(len(text) + 1 for _, text in marks) <= 18]
+    return (low - room, high + room), short[0] if short else []
 
 
 def _place(column: Column, values: np.ndarray, rng: np.random.Generator) -> np.ndarray:

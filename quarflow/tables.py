@@ -135,7 +135,7 @@ class Column:
         if self.kind != "number":
             words = {
                 "category": f"{len(self.values)} categories" + ", given" * self.given,
-                "constant": f"constant {self.values[:1]}, dropped",
+                "constant": f"constant {', '.join(map(repr, self.values[:1]))}, dropped",
                 "duplicate": f"a duplicate of {self.source!r}, dropped",
                 "drop": "dropped",
             }
