@@ -20,6 +20,7 @@ from torch.distributions import Categorical, MixtureSameFamily, MultivariateNorm
 from quarflow.table_flow import TableFlow
 
 COMPONENTS = (2, 3, 5, 8, 12)
+RIDGES = (1e-4, 1e-2, 0.3)  # on the diagonal of a covariance, for few rows of many columns
 BANDWIDTHS = (0.05, 0.08, 0.12, 0.18, 0.27, 0.4, 0.6, 0.9)  # of standardised columns
 KNOWN = 32  # columns of what is given: with more of them, peers go without
 LEAST = 10  # rows to learn from
@@ -63,11 +64,13 @@ def peers(flow: TableFlow, learn: tuple[Tensor, Tensor | None], judge: tuple[Ten
         places = len(cells) // len(judge[0])
         return (density(cells) + ladj).view(places, -1).logsumexp(0) - math.log(places) + labels
 
-    count = _best(lambda k: lambda rows: _mixture(rows, k, numbers), [k for k in COMPONENTS if 4 * k <= len(u)], u)
+    ridge = _best(lambda r: lambda rows: _mixture(rows, 1, numbers, r), RIDGES, u)
+    counts = [k for k in COMPONENTS if 4 * k <= len(u)]
+    count = _best(lambda k: lambda rows: _mixture(rows, k, numbers, ridge), counts, u)
     width = _best(lambda h: lambda rows: _kernels(rows, h, numbers), BANDWIDTHS, u)
-    found = [Peer("Gaussian", judged(_mixture(u, 1, numbers)))]
+    found = [Peer("Gaussian", judged(_mixture(u, 1, numbers, ridge)))]
     if count:
-        found.append(Peer("Gaussian mixture", judged(_mixture(u, count, numbers)), f"{count} components"))
+        found.append(Peer("Gaussian mixture", judged(_mixture(u, count, numbers, ridge)), f"{count} components"))
     return [*found, Peer("kernel density", judged(_kernels(u, width, numbers)), f"bandwidth {width:g}")]
 
 
@@ -78,14 +81,14 @@ def _best(make: Callable[[Any], Callable[[Tensor], Density]], options: Any, rows
     return max(worth, key=worth.__getitem__, default=None)
 
 
-def _mixture(rows: Tensor, components: int, numbers: int) -> Density:
+def _mixture(rows: Tensor, components: int, numbers: int, ridge: float) -> Density:
     try:
         from sklearn.mixture import GaussianMixture
     except ImportError as error:
         raise ImportError("Gaussian mixtures need scikit-learn: pip install 'quarflow[tables]'") from error
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # not converged: as good as it is then
-        found = GaussianMixture(components, reg_covar=1e-4, random_state=0).fit(rows.numpy())
+        found = GaussianMixture(components, reg_covar=ridge, random_state=0).fit(rows.numpy())
     weights, means, covariances = map(torch.as_tensor, (found.weights_, found.means_, found.covariances_))
 
     def of(first: int) -> Density:

@@ -32,6 +32,7 @@ ROWS = 5000  # of each kind, for figures and pictures
 RECOGNISED = 10**7  # rows of a fit that are looked for in a file
 PAIRED = 100  # columns whose pairs are looked at
 SHOWN = {"pairs": 6, "rows": 10}  # on the page
+DEPENDENT = 0.01  # nats of mutual information from which on a pair is worth a picture
 LEVELS = (0.5, 0.8, 0.9, 0.95, 0.99)  # of the regions whose coverage is told
 
 
@@ -428,16 +429,16 @@ def _marginal(column: Column, rows: np.ndarray, draws: np.ndarray) -> Look:
 def _pair(found: Report, columns: list[Column]) -> None:
     """The pairs of columns that depend most on each other: mutual information of eight bins each, in nats."""
     columns = columns[:PAIRED]
-    found.paired = len(columns)
-    if len(next(iter(found.table.values()))) < 20:
+    if found.rows < 20:
         return
+    found.paired = len(columns)
     codes = [_bins(c, found.table[c.name], found.draws[c.name]) for c in columns]
     pairs = [
         (a, b, _dependence(codes[i][0], codes[j][0]), _dependence(codes[i][1], codes[j][1]))
         for i, a in enumerate(columns)
         for j, b in enumerate(columns[:i])
     ]
-    found.pairs = sorted(pairs, key=lambda pair: -pair[2])[: SHOWN["pairs"]]
+    found.pairs = sorted((pair for pair in pairs if pair[2] >= DEPENDENT), key=lambda pair: -pair[2])[: SHOWN["pairs"]]
 
 
 def _bins(column: Column, rows: np.ndarray, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -61,7 +61,8 @@ table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-n
   overflow-wrap: break-word; }
 th, td { text-align: left; padding: .42rem 1.2rem .42rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { font-weight: 500; font-size: .82rem; }
-td.n, th.n { text-align: right; white-space: nowrap; }
+td.n, th.n { text-align: right; }
+td.n { white-space: nowrap; }
 tr > :last-child { padding-right: 0; }
 tr.ours td { font-weight: 600; }
 svg { display: block; width: 100%; height: auto; overflow: visible; }
@@ -127,13 +128,12 @@ def _head(r: Report) -> str:
     if r.peers:
         best = max(r.peers, key=lambda peer: peer["nats"])
         ahead = _signed(best["ahead"], plus=True)
-        tiles.append((ahead, f"{_error(best['ahead_error'])} nats beside the best other density, a {best['name']}"))
+        tiles.append((ahead, f"{_error(best['ahead_error'])} nats beside the best other density ({best['name']})"))
     if r.judged:
         entry = next(e for e in r.coverage if e["level"] == 0.9)
         tiles.append((f"{entry['density']:.1%}", "of these rows lie in the model’s region of 90% probability"))
-    tiles.append(
-        (f"{r.rows_in_file:,}", f"{_plural(r.rows_in_file, 'row')} in the file, {len(r.flow.schema.columns)} columns")
-    )
+    size = f"{_plural(r.rows_in_file, 'row')} in the file, {_n(len(r.flow.schema.columns), 'column')}"
+    tiles.append((f"{r.rows_in_file:,}", size))
     return (
         f"<header><h1>{escape(r.model)}</h1>\n<p class=soft>A density of a table, and the rows of "
         f"{escape(r.data)}</p></header>\n<div class=tiles>"
@@ -152,16 +152,16 @@ def _alerts(r: Report) -> str:
 def _fit(r: Report) -> str:
     schema, history = r.flow.schema, r.history
     config: Any = r.flow.config
-    count = sum(p.numel() for p in r.flow.parameters())
-    options = {k: v for k, v in getattr(config, "flow", {}).items() if k != "model"}
-    settings = ", ".join(f"{k} = {v}" for k, v in options.items())
-    words = [
-        f"The model is a flow of {_n(len(schema.numbers), 'column')} of numbers"
-        + (f" and of {_n(len(schema.labels), 'column')} of categories" if schema.labels else "")
-        + (f", given {', '.join(c.name for c in schema.given)}" if schema.given else "")
-        + f". It is a {getattr(config, 'flow', {}).get('model', 'flow')} with {_n(count, 'parameter')}"
-        + (f" ({settings})." if settings else ".")
-    ]
+    kinds = [(len(schema.numbers), "numbers"), (len(schema.labels), "categories")]
+    of = " and ".join(f"{_n(count, 'column')} of {what}" for count, what in kinds if count)
+    given = f", given {', '.join(c.name for c in schema.given)}" if schema.given else ""
+    parameters = _n(sum(p.numel() for p in r.flow.parameters()), "parameter")
+    words = [f"The model is a density of {of}{given}. It has {parameters}."]
+    if schema.numbers:
+        options = dict(getattr(config, "flow", {}))
+        kind = options.pop("model", "flow")
+        settings = ", ".join(f"{k} = {v}" for k, v in options.items())
+        words.append(f"The flow of the numbers is a {kind}{f' ({settings})' * bool(settings)}.")
     learnt, held = r.flow.notes.get("rows", 0), r.flow.notes.get("held_out", 0)
     if history:
         steps = history.steps[-1] if history.steps else 0
@@ -180,7 +180,7 @@ def _fit(r: Report) -> str:
     looked += f", drawn at random from {r.rows_in_file:,}," if r.rows < r.rows_in_file else ""
     words.append(f"{looked} {'were' if r.rows != 1 else 'was'} looked at.")
     curve = ""
-    if history and history.steps:
+    if history and max(len(history.steps), len(history.validation)) > 1:
         said = f"Mean log-likelihood of {_key('d')}the rows learnt from and {_key('m')}those held out."
         curve = _figure("Training", _training(r), said)
     listed = "".join(
@@ -302,8 +302,10 @@ def _columns(r: Report) -> str:
 
 
 def _pairs(r: Report) -> str:
-    if not r.pairs:
+    if len(r.columns) < 2 or not r.paired:
         return ""
+    if not r.pairs:
+        return "<section id=pairs><h2>Pairs</h2><p>No two columns depend on each other noticeably.</p></section>"
     rng = np.random.default_rng(0)
     figures = ""
     for *pair, of_rows, of_draws in r.pairs:
@@ -373,6 +375,7 @@ def _signed(value: float, plus: bool = False, places: int = 3) -> str:
     >>> _signed(-1.23456), _signed(0.5, plus=True), _signed(1234.5, places=1)
     ('−1.235', '+0.500', '1,234.5')
     """
+    value = round(value, places) + 0.0  # no minus before a zero
     return f"{value:{'+' if plus else ''},.{places}f}".replace("-", "−")
 
 
@@ -428,7 +431,7 @@ class Chart:
             self.parts.append(f"<path class=grid-line d='M{left:.1f} {place:.1f}H{right:.1f}'/>")
             self.text(left - 6, place + 4, text, "end")
         self.parts.append(f"<path class=grid-line d='M{left:.1f} {bottom:.1f}H{right:.1f}'/>")
-        for value, text in ticks(*self.span[0], most=6) if xticks is None else xticks:
+        for value, text in fitting(*self.span[0], right - left) if xticks is None else xticks:
             self.text(self.x(value), bottom + 15, text, "middle")
         self.text((left + right) / 2, bottom + 31, xlabel, "middle")
         if ylabel:
@@ -485,7 +488,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[tuple[float, str]]:
     """Round numbers within a range, at most so many, with their text.
 
     >>> ticks(-0.2, 1.1)
-    [(0.0, '0'), (0.5, '0.5'), (1.0, '1')]
+    [(0.0, '0'), (0.5, '0.5'), (1.0, '1.0')]
     """
     exponent = math.floor(math.log10((high - low) / most))
     for step in (m * 10.0 ** (exponent + e) for e in range(3) for m in (1, 2, 5)):
@@ -499,6 +502,20 @@ def ticks(low: float, high: float, most: int = 5) -> list[tuple[float, str]]:
     digits = max(0, -math.floor(math.log10(step) + 1e-9))
     comma = "," * (large >= 10_000)  # a year has none
     return [(v, f"{v:{comma}.{digits}f}".replace("-", "−") if v else "0") for v in places]
+
+
+def fitting(low: float, high: float, width: float) -> list[tuple[float, str]]:
+    """As many `ticks` as have room for their text on a horizontal axis of that width, at most 6.
+
+    >>> [len(fitting(0, 150_000, width)) for width in (100, 300)]
+    [2, 4]
+    """
+    for most in range(6, 1, -1):
+        found = ticks(low, high, most)
+        needed = 6.5 * max((len(text) for _, text in found), default=0) + 8
+        if len(found) < 2 or width * (found[1][0] - found[0][0]) / abs(high - low) >= needed:
+            return found
+    return ticks(low, high, 1)
 
 
 def _opened(low: float, high: float) -> tuple[float, float]:
@@ -526,7 +543,7 @@ def _training(r: Report) -> str:
         ylabel="nats",
         width=WIDE,
         height=230,
-        margins=(52, 8, 10, 36),
+        margins=(58, 8, 10, 36),
     )
     good = np.isfinite(nats) & (nats >= low - room)
     chart.line(steps[good].tolist(), nats[good].tolist(), "data thin")
@@ -653,7 +670,7 @@ def _marginal(column: Column, look: Look) -> str:
 
 def _scatter(a: Column, b: Column, r: Report, rng: np.random.Generator) -> str:
     parts = []
-    axes = [_axis(a, r, 3), _axis(b, r, 8)]
+    axes = [_axis(a, r, 3, 128), _axis(b, r, 8)]
     for table, kind, (left, right) in ((r.table, "data", (52, 140)), (r.draws, "model", (190, 2))):
         chart = Chart(
             *(span for span, _ in axes),
@@ -670,17 +687,18 @@ def _scatter(a: Column, b: Column, r: Report, rng: np.random.Generator) -> str:
     return parts[0].svg(f"{a.name} and {b.name}")
 
 
-def _axis(column: Column, r: Report, most: int) -> tuple[tuple[float, float], list[tuple[float, str]]]:
-    """The range of an axis, and at most so many ticks, as far as there is room for their text."""
+def _axis(
+    column: Column, r: Report, most: int, width: float | None = None
+) -> tuple[tuple[float, float], list[tuple[float, str]]]:
+    """The range of an axis, and its ticks; those of a horizontal one must fit in its width."""
     if column.kind == "category":
         every = math.ceil(len(column.values) / most)
         named = [(float(i), _short(str(v), 7)) for i, v in enumerate(column.values)]
         return (-0.5, len(named) - 0.5), named[::every]
     low, high = _opened(*np.quantile(r.table[column.name], [0.005, 0.995]))
     room = 0.03 * (high - low) + column.step / 2
-    found = (ticks(low - room, high + room, count) for count in (5, 4, 3))
-    short = [marks for marks in found if most > 5 or sum(len(text) + 1 for _, text in marks) <= 18]
-    return (low - room, high + room), short[0] if short else []
+    low, high = low - room, high + room
+    return (low, high), ticks(low, high) if width is None else fitting(low, high, width)
 
 
 def _place(column: Column, values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
