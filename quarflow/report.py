@@ -317,9 +317,8 @@ def _say(found: Report, flow: TableFlow, rows: Rows, held: Rows, train: str | No
         }
         found.said.append(said[found.kind])
         if learn is not None and found.kind != "learnt":
-            found.said.append(
-                f"The other densities learnt from {len(learn.x):,} of the {learnt:,} rows that the model learnt from."
-            )
+            part = "the" if len(learn.x) == learnt else f"{len(learn.x):,} of the {learnt:,}"
+            found.said.append(f"The other densities learnt from {part} rows that the model learnt from.")
         if found.kind == "learnt":
             found.warnings.append("Nothing was held out: every figure is of rows that the model learnt from.")
         return

@@ -546,7 +546,7 @@ def _training(r: Report) -> str:
         margins=(58, 8, 10, 36),
     )
     good = np.isfinite(nats) & (nats >= low - room)
-    chart.line(steps[good].tolist(), nats[good].tolist(), "data thin")
+    chart.line(steps[good].tolist(), nats[good].tolist(), "data")
     points = [(s, v) for s, v in zip(history.validation_steps, history.validation, strict=True) if v >= low - room]
     if points:
         chart.line([s for s, _ in points], [v for _, v in points], "model")
