@@ -6,11 +6,11 @@ are of others: where the file is the table of the fit, of the rows held out then
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,26 +140,15 @@ def write(
     if not Path(out).absolute().parent.is_dir():
         raise FileNotFoundError(f"out: the folder {Path(out).absolute().parent} does not exist. Create it first.")
     check_count("rows", rows, least=2)
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(record=True) as raised, evaluating(flow):
+    flow = copy.deepcopy(flow).cpu().eval()
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(record=True) as raised, torch.no_grad():
         warnings.simplefilter("always")
         torch.manual_seed(seed)  # of estimates, where the density is one
         found = look(flow, data, model, train, rows, seed, show)
-    # A file in parts says the same of each.
+    # DATA and what the others learn from may say the same.
     found.warnings[:0] = dict.fromkeys(str(w.message) for w in raised if issubclass(w.category, UserWarning))
     write_file(Path(os.path.realpath(out)), page(found).encode())
     return {**found.summary(), "report": str(out)}
-
-
-@contextmanager
-def evaluating(flow: TableFlow) -> Iterator[None]:
-    """The flow as it scores, and no gradients."""
-    training = flow.training
-    flow.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        flow.train(training)
 
 
 def look(
@@ -173,7 +162,7 @@ def look(
 ) -> Report:
     """The report of a model and a file."""
     rng = np.random.default_rng(seed)
-    generator = torch.Generator(flow.base.anchor.device).manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     history, fitted, fit_seed = _notes(flow)
     # Rows of the fit, in a file that has more than it took, are those of the same draw.
     drawn = draw(data, most + fitted, fit_seed, lambda done: show(0.2 * done))
@@ -183,7 +172,7 @@ def look(
     places = fitted_rows(flow, _at(rows, first)) if fitted else None
 
     found = Report(model, data, flow, history, drawn.total, 0)
-    learn = held = None
+    learn = None
     if places is None:
         judged = _some(np.arange(len(drawn.numbers)), most, rng)
         kept = judged
@@ -225,7 +214,7 @@ def look(
     count = max(2000, min(ROWS, len(kept)))
     given = rng.choice(len(kept), count)
     context = None if rows.context is None else torch.as_tensor(rows.context[given]).to(flow.base.anchor)
-    x = flow.sample(count, context, generator).double().cpu().numpy()
+    x = flow.sample(count, context, generator).double().numpy()
     found.draw_scores = flow.score_rows(x, None if rows.context is None else rows.context[given])
     found.table = table
     found.draws = flow.schema.decode(x, {c.name: table[c.name][given] for c in flow.schema.given})
@@ -249,15 +238,18 @@ def _notes(flow: TableFlow) -> tuple[History | None, int, int]:
     try:
         history = History(**notes["history"])
         numbers = [*history.steps, *history.loss, *history.validation_steps, *history.validation, history.seconds]
+        numbers += [history.best_step or 0, history.best_validation or 0]
         sketch = np.array(notes["sketch"], dtype=np.uint64)
         if (
             np.array(numbers, dtype=float).ndim == sketch.ndim == 1
             and len(history.steps) == len(history.loss)
             and len(history.validation_steps) == len(history.validation)
-            and 0 <= float(notes["held_out"]) < 1
+            and isinstance(history.stopped, str | None)
+            and isinstance(notes["held_out"], float | int)
+            and 0 <= notes["held_out"] < 1
+            and all(isinstance(notes[key], int) and notes[key] >= 0 for key in ("rows", "seed"))
         ):
-            rows, seed = int(notes["rows"]), int(notes["seed"])
-            return history, rows if 0 < rows <= RECOGNISED else 0, seed
+            return history, notes["rows"] if notes["rows"] <= RECOGNISED else 0, notes["seed"]
     except (KeyError, TypeError, ValueError, OverflowError):
         pass
     raise ValueError("model: its notes of the training are damaged. Use another copy of the file, or fit again.")
@@ -291,7 +283,7 @@ def _labels(flow: TableFlow, rows: Rows) -> np.ndarray:
     """``log P`` of the categories of rows."""
     x, context = _tensors(flow, rows)
     known = x.new_zeros(len(x), 0) if context is None else context
-    return flow.labels(x[:, len(flow.schema.numbers) :].long(), known).double().cpu().numpy()
+    return flow.labels(x[:, len(flow.schema.numbers) :].long(), known).double().numpy()
 
 
 def _mean(values: np.ndarray) -> tuple[float | None, float | None]:
@@ -372,7 +364,7 @@ def _compare(found: Report, flow: TableFlow, learn: Rows | None, held: Rows, rng
     parts: dict[str, list[tuple[np.ndarray, np.ndarray, str]]] = {}
     for rows, places in folds:
         for peer in peers(flow, _tensors(flow, rows), _tensors(flow, _at(held, places))):  # type: ignore[arg-type]
-            nats = peer.log_prob.double().cpu().numpy()
+            nats = peer.log_prob.double().numpy()
             parts.setdefault(peer.name, []).append((nats, ours[places] - nats, peer.choice))
     found.compared = len(possible)
     for name, several in parts.items():
@@ -393,7 +385,7 @@ def _calibrate(
     """Latents of the rows judged, and how many rows regions of a stated probability hold."""
     possible = _possible(held)
     if flow.schema.numbers and len(possible.x):
-        found.latents = flow.latents(*_tensors(flow, possible), generator=generator).double().cpu().numpy()
+        found.latents = flow.latents(*_tensors(flow, possible), generator=generator).double().numpy()
     n, d = found.latents.shape
     if n and d:
         radius = torch.as_tensor((found.latents**2).sum(1) / 2)
@@ -500,7 +492,7 @@ def _by_order(flow: TableFlow, rows: Rows, chosen: np.ndarray) -> np.ndarray:
     usual = torch.cat(
         [flow.terms(x[i : i + 4096], None if context is None else context[i : i + 4096]) for i in places.tolist()]
     ).mean(0)
-    return (usual - flow.terms(*_tensors(flow, _at(rows, chosen)))).double().cpu().numpy()
+    return (usual - flow.terms(*_tensors(flow, _at(rows, chosen)))).double().numpy()
 
 
 def _by_column(flow: TableFlow, rows: Rows, chosen: np.ndarray, scores: np.ndarray) -> np.ndarray:

@@ -45,7 +45,6 @@ def fit(
     settings = {name: value(text) for name, text in (model_options or {}).items()}
     settings = {name: tuple(v) if isinstance(v, list) else v for name, v in settings.items()}
     flow, history = fit_table(table, columns=kinds, bounds=edges, model_options=settings, **options)
-    flow.notes["file"] = {"rows": count, "most": rows}
     save(flow, out)
     return {
         "rows": len(kept),

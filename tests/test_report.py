@@ -370,7 +370,17 @@ def test_errors(fitted, tmp_path, monkeypatch, words, message):
 
 
 @pytest.mark.parametrize(
-    "damage", [{"history": 1}, {"history": {"steps": [1]}}, {"seed": None}, {"sketch": ["x"]}, {"held_out": 2.0}]
+    "damage",
+    [
+        {"history": 1},
+        {"history": {"steps": [1]}},
+        {"history": {"stopped": [1]}},
+        {"history": {"seconds": "long"}},
+        {"seed": -1},
+        {"rows": "12"},
+        {"sketch": ["x"]},
+        {"held_out": 2.0},
+    ],
 )
 def test_notes_that_are_damaged(fitted, tmp_path, damage):
     flow = qf.load(fitted[0])
