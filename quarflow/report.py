@@ -309,8 +309,8 @@ def _say(found: Report, flow: TableFlow, rows: Rows, held: Rows, train: str | No
         }
         found.said.append(said[found.kind])
         if learn is not None and found.kind != "learnt":
-            part = "the" if len(learn.x) == learnt else f"{len(learn.x):,} of the {learnt:,}"
-            found.said.append(f"The other densities learnt from {part} rows that the model learnt from.")
+            those = "the" if len(learn.x) == learnt else f"{len(learn.x):,} of the {learnt:,}"
+            found.said.append(f"The other densities learnt from {those} rows that the model learnt from.")
         if found.kind == "learnt":
             found.warnings.append("Nothing was held out: every figure is of rows that the model learnt from.")
         return
@@ -338,14 +338,12 @@ def _say(found: Report, flow: TableFlow, rows: Rows, held: Rows, train: str | No
             text = f"About {part:.0%} of the rows of this file were in the table of the fit as well"
             found.said.append(f"{text}. Likelihood and calibration are of all rows, which flatters the model.")
             found.warnings.append(f"{text}: likelihood and calibration flatter the model.")
-    if train is None:
-        found.said.append(
-            "The other densities learn from one half of these rows and are judged on the other half, and the other way "
-            "round. So they have seen rows of this very file, the model has not. To have them learn from the rows that "
-            "the model learnt from, give those with --train."
-        )
-    else:
+    if train is not None:
         found.said.append(f"The other densities learnt from {_n(len(learn.x) if learn else 0, 'row')} of {train}.")
+    elif held.possible.sum() >= 2 * LEAST:
+        text = "The other densities learn from one half of the rows and are judged on the other, and the other way round."
+        text += " So they know rows of this very file, which the model does not." if found.kind == "new" else ""
+        found.said.append(f"{text} With --train FILE they learn from that, such as the table of the fit.")
 
 
 def _compare(found: Report, flow: TableFlow, learn: Rows | None, held: Rows, rng: np.random.Generator) -> None:
