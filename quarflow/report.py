@@ -341,7 +341,7 @@ def _say(found: Report, flow: TableFlow, rows: Rows, held: Rows, train: str | No
     if train is not None:
         found.said.append(f"The other densities learnt from {_n(len(learn.x) if learn else 0, 'row')} of {train}.")
     elif held.possible.sum() >= 2 * LEAST:
-        text = "The other densities learn from one half of the rows and are judged on the other, and the other way round."
+        text = "The other densities learn from one half of the rows and are judged on the other, and vice versa."
         text += " So they know rows of this very file, which the model does not." if found.kind == "new" else ""
         found.said.append(f"{text} With --train FILE they learn from that, such as the table of the fit.")
 

@@ -77,6 +77,7 @@ svg text.name { fill: var(--ink); }
 .fill-data { fill: var(--data); opacity: .32; } .fill-model { fill: var(--model); opacity: .85; }
 .dots { stroke-width: 2.6; stroke-linecap: round; opacity: .65; fill: none; }
 .key { display: inline-block; width: .75em; height: .75em; border-radius: .2em; margin-right: .35em; }
+.named { white-space: nowrap; }
 .key.d { background: var(--data); } .key.m { background: var(--model); } .key.o { background: var(--other); }
 .rows { list-style: none; margin: 1rem 0; padding: 0; display: grid; gap: .6rem; }
 .rows .head { display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; align-items: baseline; }
@@ -181,7 +182,7 @@ def _fit(r: Report) -> str:
     words.append(f"{looked} {'were' if r.rows != 1 else 'was'} looked at.")
     curve = ""
     if history and max(len(history.steps), len(history.validation)) > 1:
-        said = f"Mean log-likelihood of {_key('d')}the rows learnt from and {_key('m')}those held out."
+        said = f"Mean log-likelihood of {_key('d', 'the')} rows learnt from and {_key('m', 'those')} held out."
         curve = _figure("Training", _training(r), said)
     listed = "".join(
         f"<tr><td>{escape(c.name)}</td><td>{escape(c.in_words)}</td></tr>" for c in schema.columns[:LISTED]
@@ -260,15 +261,15 @@ def _calibration(r: Report) -> str:
         return head + f"<p>{_n(r.judged - r.impossible, 'row')}: too few to say.</p></section>"
     pictures = []
     if r.latents.size:
-        said = f"Quantiles of {_key('d')}all latents together and of {_key('o')}each. Right is the diagonal."
+        said = f"Quantiles of {_key('d', 'all')} latents together and of {_key('o', 'each')}. Right is the diagonal."
         pictures.append(("Latents against a normal", _quantiles(r.latents), said))
         said = "How often a latent falls into each twentieth of its probability. Right is the band, but for chance."
         pictures.append(("Probability-integral transforms", _uniform(r.latents), said))
-    said = f"The part of rows in {_key('d')}the densest region of each probability"
-    said += f" and in {_key('o')}the central one of the latents" if r.central.size else ""
+    said = f"The part of rows in {_key('d', 'the')} densest region of each probability"
+    said += f" and in {_key('o', 'the')} central one of the latents" if r.central.size else ""
     pictures.append(("Coverage", _coverage(r), f"{said}. Right is the diagonal."))
     scores = _histogram(r.scores[np.isfinite(r.scores)], r.draw_scores, width=WIDE, height=240)
-    said = f"Of {_key('d')}rows and {_key('m')}draws of the model. Rows left of the draws are outliers."
+    said = f"Of {_key('d', 'rows')} and {_key('m', 'draws')} of the model. Rows left of the draws are outliers."
     pictures.append(("Log-density", scores, said))
     figures = "".join(_figure(*picture) for picture in pictures)
     rows = "".join(
@@ -360,11 +361,12 @@ def _figure(title: str, picture: str, caption: str) -> str:
 
 
 def _legend() -> str:
-    return f"<p class='small soft'>{_key('d')}rows &nbsp; {_key('m')}draws of the model</p>"
+    return f"<p class='small soft'>{_key('d', 'rows')} &nbsp; {_key('m', 'draws')} of the model</p>"
 
 
-def _key(kind: str) -> str:
-    return f"<span class='key {kind}'></span>"
+def _key(kind: str, word: str) -> str:
+    """The colour of something, and the word for it, on one line."""
+    return f"<span class=named><span class='key {kind}'></span>{word}</span>"
 
 
 # Numbers in text

@@ -165,7 +165,7 @@ def test_new_rows_and_rows_that_are_not_all_new(fitted, tmp_path):
     assert (found["kind"], found["judged"], found["compared"]) == ("new", 200, 200)
     assert found["nats"] == pytest.approx(flow.score(new).mean(), abs=1e-9)
     assert found["training_nats"] is None
-    assert "learn from one half of these rows" in page
+    assert "learn from one half of the rows" in page
     mixed = {name: np.concatenate([rows(300)[name][:100], new[name]]) for name in new}
     found, page = figures(flow, mixed, tmp_path)
     assert found["kind"] == "mixed"
