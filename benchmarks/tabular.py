@@ -1,11 +1,13 @@
 """Held-out log-likelihood of ten tables: QuAR against zuko's MAF and NSF, Gaussian mixtures and kernel densities.
 
-Every model gets the same rows and the same seconds on one thread, and chooses on the same validation rows: flows when
-to stop, mixtures the number of components, kernel densities their bandwidth. Test rows are looked at once, in the end.
-All flows are trained by `quarflow.fit` with its defaults.
+Every model gets the same rows and the same seconds on two cores of its own, and chooses on the same validation rows:
+flows when to stop, mixtures the number of components, kernel densities their bandwidth. Test rows are looked at once,
+in the end. QuAR is what a user of `FlowDensity` gets: `quarflow.table_flow.fit_table` with its defaults.
 Columns with repeated values get uniform noise of the size of their steps, once, before the rows are split; columns are
-standardised by the training rows, and log-likelihoods are those of the standardised columns. A result is written
-after each table, and a run that was cut goes on where it was.
+standardised by the training rows, and log-likelihoods are those of the standardised columns.
+
+A job is one training of a model on a table; ``--lanes`` of them run side by side. Each result is written at once, and a
+run that was cut, or that ends after ``--minutes``, goes on where it was.
 
 ``--power`` trains variants of QuAR on all of POWER, by the published protocol, side by side on a GPU.
 """
@@ -18,9 +20,11 @@ import math
 import os
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
+from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +34,10 @@ from torch import Tensor
 
 import quarflow as qf
 from benchmarks.harness import load, save, start, table
+from benchmarks.lanes import side_by_side
 from quarflow.data.tabular import load_table, split
-from quarflow.flow import Flow
+from quarflow.table_flow import fit_table
+from quarflow.tables import as_table
 from quarflow.training import History, TrainingDiverged
 
 if TYPE_CHECKING:
@@ -160,36 +166,31 @@ class Found:
         return cls(log_prob.mean().item(), error, parameters, seconds, note)
 
 
-def quar(rows: int, features: int, **options: Any) -> Flow:
-    """QuAR by the advice of docs/choose_a_model.md: units that make a layer about 128 wide; small for few rows."""
-    units = max(4, min(32, 128 // features))
-    sizes = {"blocks": 4, "hidden": (min(8, units),) * 2} if rows < SMALL else {"hidden": (units, units)}
-    return qf.models.quar(features, **sizes | options)
+def quar(data: Split, seconds: float, seed: int, **options: Any) -> Found:
+    """QuAR as a user gets it, from `fit_table` with its defaults, or with some of its ``options`` changed."""
+    train, validation, test = (as_table(part.double().numpy()) for part in (data.train, data.validation, data.test))
+    settings: dict[str, Any] = {"columns": dict.fromkeys(train, "number"), "validation": validation, "progress": False}
+    began = time.monotonic()
+    flow, history = fit_table(train, max_seconds=seconds, seed=seed, **settings | options)
+    spent = time.monotonic() - began
+    log_prob, size = torch.from_numpy(flow.score(test)), sum(p.numel() for p in flow.parameters())
+    return Found.of(log_prob, size, spent, f"best at step {history.best_step} of {history.validation_steps[-1]}")
 
 
-def conditioned(rows: int, features: int, **options: Any) -> Flow:
-    """QuAR with conditioned blocks."""
-    small: dict[str, Any] = {"blocks": 2, "hidden": (8,), "conditioner": (32,)}
-    sizes = small if rows < SMALL else {"blocks": 4}
-    return qf.models.quar(features, block="conditioned", **sizes | options)
-
-
-def zuko_flow(kind: str, transforms: int, rows: int, features: int) -> Flow:
-    """zuko's MAF or NSF, standardised as our flows are."""
+def zuko(kind: str, transforms: int, data: Split, seconds: float, seed: int, **options: Any) -> Found:
+    """zuko's MAF or NSF, standardised as our flows are, trained by `quarflow.fit` with its defaults or ``options``."""
     import zuko
 
+    rows, features = data.train.shape
     hidden = (32, 32) if rows < SMALL else (128, 128) if kind == "MAF" else (64, 64)
-    flow = getattr(zuko.flows, kind)(features, transforms=transforms, hidden_features=hidden)
-    return qf.interop.from_zuko(flow, features, standardise=True)
-
-
-def flow_of(make: Callable[[int, int], Flow], data: Split, seconds: float, seed: int) -> Found:
-    """A flow, trained by `fit` with its defaults: early stopping on the validation rows."""
     torch.manual_seed(seed)
-    flow, note = make(*data.train.shape), ""
+    flow = getattr(zuko.flows, kind)(features, transforms=transforms, hidden_features=hidden)
+    flow = qf.interop.from_zuko(flow, features, standardise=True)
+    settings: dict[str, Any] = {"max_seconds": seconds, "seed": seed, "progress": False}
     began = time.monotonic()
     try:
-        qf.fit(flow, data.train, validation=data.validation, max_seconds=seconds, seed=seed, progress=False)
+        history = qf.fit(flow, data.train, validation=data.validation, **settings | options)
+        note = f"best at step {history.best_step} of {history.validation_steps[-1]}"
     except TrainingDiverged:
         note = "diverged; the best weights before"
     spent = time.monotonic() - began
@@ -199,20 +200,23 @@ def flow_of(make: Callable[[int, int], Flow], data: Split, seconds: float, seed:
 
 def mixture(data: Split, seconds: float, seed: int) -> Found:
     """A Gaussian mixture with full covariances; 1, 2, 4 .. components while that helps and the time allows."""
+    from sklearn.exceptions import ConvergenceWarning
     from sklearn.mixture import GaussianMixture
 
     train, validation, test = (part.double().numpy() for part in (data.train, data.validation, data.test))
     began, best, best_nats, components = time.monotonic(), None, -math.inf, 1
-    while components < len(train) // 2:
-        last = time.monotonic()
-        candidate = GaussianMixture(components, reg_covar=1e-5, max_iter=200, random_state=seed)
-        candidate.fit(train)
+    while components < len(train) // 2 and time.monotonic() - began < seconds:
+        # In parts, so that the time is kept.
+        candidate = GaussianMixture(components, reg_covar=1e-5, max_iter=10, warm_start=True, random_state=seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            for _ in range(20):
+                candidate.fit(train)
+                if candidate.converged_ or time.monotonic() - began > seconds:
+                    break
         if (nats := candidate.score(validation)) <= best_nats:
             break
         best, best_nats, components = candidate, nats, 2 * components
-        now = time.monotonic()
-        if now - began + 2 * (now - last) > seconds:
-            break
     if best is None:
         raise ValueError(f"train: expected 4 rows or more for a mixture; got {len(train)}.")
     spent, (k, d) = time.monotonic() - began, best.means_.shape
@@ -247,31 +251,52 @@ def kernel_density(data: Split, seconds: float, seed: int) -> Found:
 
 
 MODELS: dict[str, Callable[[Split, float, int], Found]] = {
-    "QuAR": partial(flow_of, quar),
-    "QuAR, conditioned": partial(flow_of, conditioned),
-    "zuko MAF": partial(flow_of, partial(zuko_flow, "MAF", 5)),
-    "zuko NSF": partial(flow_of, partial(zuko_flow, "NSF", 3)),
+    "QuAR": quar,
+    "zuko MAF": partial(zuko, "MAF", 5),
+    "zuko NSF": partial(zuko, "NSF", 3),
     "Gaussian mixture": mixture,
     "kernel density": kernel_density,
 }
 
 
-def measure(
-    name: str, folder: Path, seconds: float, seeds: Sequence[int], models: Iterable[str]
-) -> list[dict[str, Any]]:
-    """A row of results for each model on one table: mean and standard error over seeds."""
-    data = TABLES[name](folder).limited()
+@dataclass(frozen=True)
+class Job:
+    """One training of a model on a table."""
+
+    data: str
+    model: str
+    seed: int
+    folder: Path
+    seconds: float
+
+
+@lru_cache(maxsize=1)
+def limited(name: str, folder: Path) -> Split:
+    """A table; a lane keeps the last one."""
+    return TABLES[name](folder).limited()
+
+
+def train(job: Job) -> dict[str, Any]:
+    """A job done: what `rows_of` reads."""
+    data = limited(job.data, job.folder)
+    found = asdict(MODELS[job.model](data, job.seconds, job.seed))
+    size = {"rows": len(data.train), "features": data.train.shape[1]}
+    return {"data": job.data, "model": job.model, "seed": job.seed, **size, **found}
+
+
+def rows_of(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row of results for each table and model, in the order of `TABLES` and `MODELS`: mean and error over seeds."""
     rows = []
-    for model in models:
-        found = [MODELS[model](data, seconds, seed) for seed in seeds]
-        nats = [f.nats for f in found]
+    for name, model in product(TABLES, MODELS):
+        found = sorted((r for r in runs if (r["data"], r["model"]) == (name, model)), key=lambda r: int(r["seed"]))
+        if not found:
+            continue
+        nats = [run["nats"] for run in found]
         error = statistics.stdev(nats) / math.sqrt(len(nats)) if len(nats) > 1 else None
-        row = {"data": name, "model": model, "rows": len(data.train), "features": data.train.shape[1]}
-        row |= {"test_nats": statistics.mean(nats), "test_nats_se": error, "nats": nats}
-        row |= {"row_error": statistics.mean(f.row_error for f in found), "parameters": found[0].parameters}
-        row |= {"seconds": statistics.mean(f.seconds for f in found), "notes": [f.note for f in found]}
-        rows.append(row)
-        print(f"{name}, {model}: {row['test_nats']:.3f} nats, {row['seconds']:.0f} s", flush=True)
+        row = {key: found[0][key] for key in ("data", "model", "rows", "features")}
+        row |= {"test_nats": statistics.mean(nats), "test_nats_se": error, "seeds": len(nats)}
+        row |= {"row_error": statistics.mean(run["row_error"] for run in found), "parameters": found[0]["parameters"]}
+        rows.append(row | {"seconds": statistics.mean(run["seconds"] for run in found)})
     return rows
 
 
@@ -392,37 +417,58 @@ def arguments_of(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="how many")
     parser.add_argument("--tables", nargs="+", choices=list(TABLES), default=list(TABLES))
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    lanes_of(parser)
     parser.add_argument("--power", action="store_true", help="variants of QuAR on all of POWER, on a GPU")
     parser.add_argument("--variants", nargs="+", choices=list(POWER), default=list(POWER))
     parser.add_argument("--steps", type=int, default=30_000, help="of --power")
     parser.add_argument("--batch", type=int, default=4096, help="rows of a step of --power")
     parser.add_argument("--rate", type=float, default=5e-3, help="learning rate of --power")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="after which --power stops, to go on later")
+
+
+def lanes_of(parser: argparse.ArgumentParser) -> None:
+    """The options of jobs side by side, of this benchmark and of `benchmarks.defaults`."""
+    parser.add_argument("--lanes", type=int, default=1, help="jobs side by side")
+    parser.add_argument("--cores", type=int, default=2, help="of each lane, which no other has, and as many threads")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="by when to end; the same command goes on")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures table by table, saves after each, and prints."""
+    """Measures, saves after each job, and prints."""
     options = start(__doc__, arguments, arguments_of)
     if options.quick:
-        options.tables, options.seconds, options.seeds = ["wine"], 0.2, 2
-    settings = {"seconds": options.seconds, "seeds": options.seeds, "limits": LIMITS, "models": options.models}
+        options.tables, options.seconds, options.seeds, options.cores = ["wine"], 0.2, 2, 1
     path = options.out / "tabular.json"
     before = json.loads(path.read_text()) if path.exists() else {}
-    rows, known = before.get("rows", []), {"power_gpu": before.get("power_gpu", [])}
-    if rows and before["settings"] != settings:
+    settings = {"seconds": options.seconds, "cores": options.cores, "limits": LIMITS}
+    runs, known = before.get("runs", []), {"power_gpu": before.get("power_gpu", [])}
+    if runs and before["settings"] != settings:
         raise SystemExit(f"{path} was measured with other settings, {before['settings']}: move it, or use --out.")
+
+    def keep() -> None:
+        result = {"threads": options.cores, "lanes": options.lanes, **known, "runs": runs}
+        save(options, "tabular", settings, rows_of(runs), PACKAGES, **result)
+
     if options.power:
         try:
             others = [row for row in known["power_gpu"] if row["model"] not in options.variants]
             known["power_gpu"] = others + power_rows(options)
         except OutOfTime:
             raise SystemExit(f"Out of time. The same command goes on from {options.out / 'power'}.") from None
-        save(options, "tabular", settings, rows, PACKAGES, **known)
+        keep()
     else:
-        for name in options.tables:
-            if name not in {row["data"] for row in rows}:
-                rows += measure(name, options.data, options.seconds, range(options.seeds), options.models)
-                save(options, "tabular", settings, rows, PACKAGES, **known)
+        there = {(run["data"], run["model"], run["seed"]) for run in runs}
+        every = product(options.tables, range(options.seeds), options.models)
+        jobs = [
+            Job(name, model, seed, options.data, options.seconds)
+            for name, seed, model in every
+            if (name, model, seed) not in there
+        ]
+        place = options.lanes, options.cores, options.seconds, options.minutes
+        for job, run in side_by_side(train, jobs, *place):
+            runs.append(run)
+            said = f"{job.data}, {job.model}, seed {job.seed}: {run['nats']:.3f} nats"
+            print(f"{said}, {run['seconds']:.0f} s, {run['note']}", flush=True)
+            keep()
     print(show(load(path)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -360,8 +361,8 @@ def fit_table(
 ) -> tuple[TableFlow, History]:
     """A density of the rows of a table; see `quarflow.estimator.FlowDensity` for the options.
 
-    Whole-number weights count as so many rows: the training is then the same to the last bit, in whatever order the
-    rows are given.
+    ``validation`` is a part of the rows, as for `quarflow.fit`, or a table of its own. Whole-number weights count as so
+    many rows: the training is then the same to the last bit, in whatever order the rows are given.
 
     >>> table = {"size": [1.5, 2.25, 4.0, 2.5], "colour": ["red", "blue", "red", "red"]}
     >>> flow, history = fit_table(table, max_steps=5)
@@ -379,6 +380,14 @@ def fit_table(
     if max_steps is None and max_seconds is None:
         limits = {}
     options = {**found["fit"], **limits, **fit_options}
+    if not isinstance(options["validation"], numbers.Real):
+        held_out = schema.encode(as_table(options["validation"]))
+        if not held_out.possible.all():
+            raise ValueError(
+                f"validation: expected rows that the table to learn from allows; got {(~held_out.possible).sum()} with "
+                "categories that it does not have, or values outside the bounds. Declare wider bounds, or drop them."
+            )
+        options["validation"] = held_out.x, held_out.context
     weights = None if weights is None else weights[order]
     history = fit(flow, rows.x[order], given, weights=weights, seed=seed, **options)
     # Scores in float64 do not depend on which rows are scored together.

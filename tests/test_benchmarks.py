@@ -5,6 +5,7 @@ import json
 import math
 import os
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import __main__ as everything  # noqa: E402
-from benchmarks import harness, scaling, tabular  # noqa: E402
+from benchmarks import harness, lanes, scaling, tabular  # noqa: E402
 
 KEYS = {
     "benchmark",
@@ -98,19 +99,59 @@ def test_residual_cost(tmp_path, capsys):
 def test_tabular(tmp_path, capsys, monkeypatch):
     pytest.importorskip("zuko")
     pytest.importorskip("sklearn")
-    rows = quick("tabular", tmp_path, capsys)["rows"]
+    result = quick("tabular", tmp_path, capsys)
+    rows, runs = result["rows"], result["runs"]
     assert [row["model"] for row in rows] == list(tabular.MODELS)
     for row in rows:
-        assert row["test_nats"] == pytest.approx(sum(row["nats"]) / 2)
-        assert row["test_nats_se"] == pytest.approx(abs(row["nats"][0] - row["nats"][1]) / 2)
+        nats = [run["nats"] for run in runs if run["model"] == row["model"]]
+        assert row["test_nats"] == pytest.approx(sum(nats) / 2)
+        assert row["test_nats_se"] == pytest.approx(abs(nats[0] - nats[1]) / 2)
         assert row["rows"] == 142  # of 178: 18 for validation, 18 for the test
         assert row["seconds"] > 0
-    # What is there is not measured again, and not mixed with what other settings give.
-    monkeypatch.setattr(tabular, "measure", None)
+    # What is there is not measured again, what was cut is, and nothing is mixed with what other settings give.
+    asked = []
+    monkeypatch.setattr(tabular, "side_by_side", lambda work, jobs, *place: asked.extend(jobs) or [])
     tabular.main(["--quick", "--out", str(tmp_path)])
+    assert asked == []
+    path = tmp_path / "tabular.json"
+    path.write_text(json.dumps(result | {"runs": runs[1:]}))
+    tabular.main(["--quick", "--out", str(tmp_path)])
+    (job,) = asked
+    assert (job.data, job.model, job.seed) == (runs[0]["data"], runs[0]["model"], runs[0]["seed"])
     with pytest.raises(SystemExit, match="other settings"):
         tabular.main(["--out", str(tmp_path), "--seconds", "1"])
-    assert harness.load(tmp_path / "tabular.json")["rows"] == rows
+
+
+def where(seconds):
+    time.sleep(seconds)
+    return os.getpid(), os.sched_getaffinity(0), torch.get_num_threads()
+
+
+def fails(job):
+    raise [ValueError("no"), FileNotFoundError("gone")][job]
+
+
+def test_lanes_have_cores_of_their_own():
+    there = os.sched_getaffinity(0)
+    count = min(2, len(there))
+    found = [place for _, place in lanes.side_by_side(where, [0.5] * count, count, 1, seconds=0)]
+    assert len({pid for pid, _, _ in found} - {os.getpid()}) == count
+    assert set.union(*(cores for _, cores, _ in found)) <= there
+    assert sum(len(cores) for _, cores, _ in found) == len(set.union(*(cores for _, cores, _ in found))) == count
+    assert {threads for _, _, threads in found} == {1}
+    assert os.sched_getaffinity(0) == there
+    with pytest.raises(SystemExit, match="Take fewer"):
+        next(lanes.side_by_side(where, [0], len(there) + 1, 1, seconds=0))
+
+
+def test_lanes_end_in_time_and_say_what_failed(capsys):
+    assert list(lanes.side_by_side(where, [1.0], 1, 1, seconds=10, minutes=0.1)) == []
+    assert "1 jobs are left" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="1 jobs failed"):
+        list(lanes.side_by_side(fails, [0], 1, 1, seconds=0))
+    assert "0: ValueError('no')" in capsys.readouterr().err
+    with pytest.raises(FileNotFoundError, match="gone"):
+        list(lanes.side_by_side(fails, [1], 1, 1, seconds=0))
 
 
 def power_file(folder, rows=200):
