@@ -127,6 +127,7 @@ class QuarConfig(ModelConfig):
     actnorm: bool = True  # a learnable scale and shift before every block
     base: str = "normal"
     solver: str = "newton"
+    start: float = 1.0  # size of every block's last weights before training: with 0.01 it is nearly an identity
 
     def __post_init__(self) -> None:
         check_choice("block", self.block, BLOCKS)
@@ -141,6 +142,9 @@ class QuarConfig(ModelConfig):
         check_choice("mixing", self.mixing, MIXINGS)
         check_choice("base", self.base, BASES)
         check_choice("solver", self.solver, SOLVERS)
+        check_positive("start", self.start)
+        if self.start != 1 and not self.trick:
+            raise ValueError(f"start: expected 1 without the trick, which sets the size; got {self.start!r}.")
 
     def step(self) -> Transform:
         """One block, with fresh weights."""
@@ -148,9 +152,12 @@ class QuarConfig(ModelConfig):
         bounds = self.activation, self.lipschitz, self.sigma, self.trick, self.bound
         solver = SOLVERS[self.solver]()
         if self.block == "conditioned":
-            net = ConditionedNet(self.features, hidden, self.conditioner, self.context, *bounds)
-            return ConditionedResidual(net, solver)
-        return Residual(TriangularNet(self.features, hidden, self.context, *bounds), solver=solver)
+            conditioned = ConditionedNet(self.features, hidden, self.conditioner, self.context, *bounds)
+            conditioned.shrink(self.start)
+            return ConditionedResidual(conditioned, solver)
+        net = TriangularNet(self.features, hidden, self.context, *bounds)
+        net.shrink(self.start)
+        return Residual(net, solver=solver)
 
     def assemble(self) -> Flow:
         d = self.features
@@ -176,7 +183,7 @@ def quar(features: int, context: int = 0, **options: Any) -> Flow:
         context: number of conditioning features, 0 for none.
         **options: the fields of `QuarConfig`: ``block``, ``blocks``, ``hidden`` (units per coordinate and layer),
             ``conditioner`` (units of the layers that read ``x_<i``), ``activation``, ``lipschitz``, ``sigma``,
-            ``trick``, ``bound``, ``mixing``, ``actnorm``, ``base``, ``solver``.
+            ``trick``, ``bound``, ``mixing``, ``actnorm``, ``base``, ``solver``, ``start``.
 
     >>> quar(features=2, blocks=1, hidden=(4,)).log_prob(torch.zeros(1, 2)).shape
     torch.Size([1])

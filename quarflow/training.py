@@ -66,6 +66,7 @@ class Options:
     seed: int = 0
     optimizer: str = "adam"  # or "adamax"
     precision: str = "full"  # of matrix products, see `quarflow.precision`; parameters and optimiser keep their dtype
+    weight_decay: float = 0.0  # times the learning rate, the part by which a step of Adam draws all weights to zero
 
     def __post_init__(self) -> None:
         for name in ("max_steps", "batch_size", "patience", "evaluate_every"):
@@ -79,6 +80,10 @@ class Options:
         check_count("seed", self.seed, 0)
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
         check_choice("precision", self.precision, PRECISIONS)
+        if self.weight_decay != 0:
+            check_positive("weight_decay", self.weight_decay)
+            if self.optimizer != "adam":
+                raise ValueError(f"weight_decay: expected optimizer='adam' with it; got {self.optimizer!r}.")
         if self.max_steps is None and self.max_seconds is None:
             object.__setattr__(self, "max_steps", 4000)
 
@@ -234,7 +239,7 @@ class Trainer:
         self.learning_rate = torch.zeros((), device=device)
         self.fused = options.optimizer == "adam"  # Adamax has no fused form
         self.optimizer: Any = (
-            torch.optim.Adam(self.parameters, lr=self.learning_rate, fused=True)
+            torch.optim.AdamW(self.parameters, self.learning_rate, weight_decay=options.weight_decay, fused=True)
             if self.fused
             else torch.optim.Adamax(self.parameters, lr=self.learning_rate)
         )
@@ -582,6 +587,7 @@ def fit(
     seed: int = Options.seed,
     optimizer: str = Options.optimizer,
     precision: str = Options.precision,
+    weight_decay: float = Options.weight_decay,
     recompute: bool = False,
     graph: bool = False,
     distributed: bool = False,
@@ -640,6 +646,7 @@ def fit(
         seed,
         optimizer,
         precision,
+        weight_decay,
     )
     check_positive("checkpoint_seconds", checkpoint_seconds)
     shown = progress is None or callable(progress) or progress

@@ -103,6 +103,14 @@ class ConditionedNet(BoundedNet):
             bias = cast("MaskedLinear", self.conditioner.layers[-1]).bias.view(features, -1)[:, 2:]
             bias.copy_(torch.randn_like(bias))
 
+    @torch.no_grad()
+    def shrink(self, factor: float) -> None:
+        """As in `BoundedNet`; ``a`` and ``t`` too."""
+        super().shrink(factor)
+        last = cast("MaskedLinear", self.conditioner.layers[-1])
+        for p in last.parameters():
+            p.unflatten(0, (self.features, -1))[:, :2] *= factor
+
     def _parts(self, run: Callable[..., tuple[Tensor, Tensor]], x: Tensor, context: Tensor | None) -> Parts:
         a, t, *h = self.conditioner.columns(x, context).split([1, 1, *self.hidden], 1)
         value, diagonal = run(x.mT[:, None], [*h, x.new_zeros(self.features, 1, 1)])

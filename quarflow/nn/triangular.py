@@ -241,6 +241,11 @@ class BoundedNet(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.theta = nn.Parameter(torch.zeros(features)) if trick else None
 
+    @torch.no_grad()
+    def shrink(self, factor: float) -> None:
+        """The last weights times ``factor``: with a small one, and the trick, ``F`` is small."""
+        self._layers()[-1].weight *= factor
+
     def _layers(self) -> list[TriangularLinear]:
         return cast("list[TriangularLinear]", list(self.layers))
 
