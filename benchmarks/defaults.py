@@ -3,8 +3,8 @@
 Every setting is trained as in `benchmarks.tabular`, for the same time on the same rows, and scored on held-out rows
 that are *not* test rows of that benchmark: only its training and validation rows are looked at. They are split anew
 for each seed, a tenth to stop early and a tenth to score on (in order of time for shares). zuko's flows take part with
-three learning rates, so that they are not at a disadvantage. A setting's score is the mean over tables of its nats above
-those of the first setting.
+three learning rates, so that they are not at a disadvantage. The score of a setting is the mean over tables of its
+nats above those of the first setting.
 """
 
 from __future__ import annotations

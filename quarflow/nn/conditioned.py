@@ -109,7 +109,7 @@ class ConditionedNet(BoundedNet):
         super().shrink(factor)
         last = cast("MaskedLinear", self.conditioner.layers[-1])
         for p in last.parameters():
-            p.unflatten(0, (self.features, -1))[:, :2] *= factor
+            p.unflatten(0, (self.features, -1))[:, :2].mul_(factor)
 
     def _parts(self, run: Callable[..., tuple[Tensor, Tensor]], x: Tensor, context: Tensor | None) -> Parts:
         a, t, *h = self.conditioner.columns(x, context).split([1, 1, *self.hidden], 1)

@@ -244,7 +244,7 @@ class BoundedNet(nn.Module):
     @torch.no_grad()
     def shrink(self, factor: float) -> None:
         """The last weights times ``factor``: with a small one, and the trick, ``F`` is small."""
-        self._layers()[-1].weight *= factor
+        self._layers()[-1].weight.mul_(factor)
 
     def _layers(self) -> list[TriangularLinear]:
         return cast("list[TriangularLinear]", list(self.layers))
