@@ -16,8 +16,8 @@ import torch
 
 from benchmarks.harness import RESULTS, ROOT, load
 
-NAMES = ("import_time", "vectors_cpu", "residual_cost", "inverse", "scaling", "states", "tabular")
-LONG = ("tabular",)  # hours, and files that the repository does not hold
+NAMES = ("import_time", "vectors_cpu", "residual_cost", "inverse", "scaling", "states", "defaults", "tabular")
+LONG = ("defaults", "tabular")  # hours, and files that the repository does not hold
 ON_A_GPU = ("images_gpu",)
 README = Path(__file__).resolve().parent / "README.md"
 MARK = "<!-- tables: written by `python -m benchmarks --tables` -->"
@@ -45,7 +45,7 @@ def provenance(result: dict[str, Any]) -> str:
     versions = {"Python": result["python"], "torch": result["torch"], **result["packages"]}
     gpu = f"{result['gpu']}; " if result.get("gpu") else ""
     return (
-        f"{gpu}{result['cpu']}, {result['threads']} thread on {result['cores']} cores (load {result['load']}); "
+        f"{gpu}{result['cpu']}, {result['threads']} thread{'s' * (result['threads'] > 1)} on {result['cores']} cores (load {result['load']}); "
         f"{', '.join(f'{name} {v}' for name, v in versions.items())}; "
         f"{result['date']}; commit `{result['commit']}`"
     )

@@ -27,8 +27,7 @@ from benchmarks.harness import load, save, start, table
 from benchmarks.lanes import side_by_side
 from benchmarks.tabular import PACKAGES, TABLES, Found, Split, lanes_of, limited, mixture, quar, zuko
 
-FEW = ("wine", "diabetes", "breast_cancer")  # the others have many rows
-SOME = ("thyroid", "mammography")
+SMALL = ("wine", "diabetes", "breast_cancer")  # the others have many rows
 ORDERED = ("shares",)
 
 
@@ -69,29 +68,39 @@ MANY: dict[str, Callable[[Split, float, int], Found]] = {
 _FEW: dict[str, Any] = {"block": "conditioned", "blocks": 2, "hidden": (8,), "conditioner": (32,), "start": 0.01}
 _SHORT: dict[str, Any] = {"max_steps": 600, "patience": 20, "evaluate_every": 10, "learning_rate": 5e-3}
 _SHORT["weight_decay"] = 10.0
-FEWER: dict[str, Callable[[Split, float, int], Found]] = {
-    "conditioned, decay 10": settings(_FEW, **_SHORT),
+_SLOW = _SHORT | {"learning_rate": 2e-3, "weight_decay": 25.0, "max_steps": 1500}
+FEW: dict[str, Callable[[Split, float, int], Found]] = {
+    "decay 10": settings(_FEW, **_SHORT),
     "Gaussian mixture": mixture,
     "decay 0": settings(_FEW, **_SHORT | {"weight_decay": 0.0}),
     "decay 3": settings(_FEW, **_SHORT | {"weight_decay": 3.0}),
-    "decay 30": settings(_FEW, **_SHORT | {"weight_decay": 30.0}),
-    "decay 10, start 1": settings(_FEW | {"start": 1.0}, **_SHORT),
-    "rate 2e-3": settings(_FEW, **_SHORT | {"learning_rate": 2e-3, "weight_decay": 25.0, "max_steps": 1500}),
+    "decay 20": settings(_FEW, **_SHORT | {"weight_decay": 20.0}),
+    "start 1": settings(_FEW | {"start": 1.0}, **_SHORT),
+    "conditioner (128,)": settings(_FEW | {"conditioner": (128,)}, **_SHORT),
+    "conditioner (64, 64)": settings(_FEW | {"conditioner": (64, 64)}, **_SHORT),
+    "linear conditioner": settings(_FEW | {"conditioner": ()}, **_SHORT),
+    "1 block": settings(_FEW | {"blocks": 1}, **_SHORT),
     "4 blocks": settings(_FEW | {"blocks": 4}, **_SHORT),
-    "(64, 64)": settings(_FEW | {"conditioner": (64, 64)}, **_SHORT),
     "hidden (16, 16)": settings(_FEW | {"hidden": (16, 16)}, **_SHORT),
-    "plain": settings({"blocks": 2, "hidden": (8, 8), "start": 0.01}, **_SHORT),
+    "plain, 2 x (8, 8)": settings({"blocks": 2, "hidden": (8, 8), "start": 0.01}, **_SHORT),
+    "plain, 4 x (16, 16)": settings({"blocks": 4, "hidden": (16, 16), "start": 0.01}, **_SHORT),
+    "rate 2e-3, decay 25": settings(_FEW, **_SLOW),
+    "rate 1e-2, decay 5": settings(_FEW, **_SHORT | {"learning_rate": 1e-2, "weight_decay": 5.0}),
+    "to the end": settings(_FEW, **_SHORT | {"patience": None}),
+    "longer": settings(_FEW, **_SHORT | {"max_steps": 2000, "patience": 100}),
+    "looks every 50": settings(_FEW, **_SHORT | {"evaluate_every": 50, "patience": 10}),
     "LU": settings(_FEW | {"mixing": "lu"}, **_SHORT),
     "Student base": settings(_FEW | {"base": "student"}, **_SHORT),
     "no asinh": settings(_FEW, tails=False, **_SHORT),
-    "longer": settings(_FEW, **_SHORT | {"max_steps": 2000, "patience": 50}),
     "sine": settings(_FEW | {"activation": "sine"}, **_SHORT),
-    "zuko NSF, 1e-2": partial(zuko, "NSF", 3),
+    "zuko NSF, 3e-3": partial(zuko, "NSF", 3, learning_rate=3e-3),
+    "zuko MAF, 3e-3": partial(zuko, "MAF", 5, learning_rate=3e-3),
     "zuko NSF, 1e-3": partial(zuko, "NSF", 3, learning_rate=1e-3),
-    "zuko MAF, 1e-2": partial(zuko, "MAF", 5),
     "zuko MAF, 1e-3": partial(zuko, "MAF", 5, learning_rate=1e-3),
+    "zuko NSF, 1e-2": partial(zuko, "NSF", 3),
+    "zuko MAF, 1e-2": partial(zuko, "MAF", 5),
 }
-KINDS = {"many": MANY, "few": FEWER}
+KINDS = {"many": MANY, "few": FEW}
 
 
 def choosing(known: Split, seed: int, ordered: bool) -> Split:
@@ -185,9 +194,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = start(__doc__, arguments, arguments_of)
     if options.quick:
         options.kind, options.tables, options.seconds, options.cores = "few", ["wine"], 0.2, 1
-        options.settings = options.settings or ["conditioned, decay 10", "Gaussian mixture", "zuko MAF, 1e-2"]
-    many = [name for name in TABLES if name not in FEW]
-    tables = options.tables or (many if options.kind == "many" else [*FEW, *SOME])
+        options.settings = options.settings or ["decay 10", "Gaussian mixture", "zuko MAF, 1e-2"]
+    large = [name for name in TABLES if name not in SMALL]
+    tables = options.tables or (large if options.kind == "many" else list(SMALL))
     path = options.out / "defaults.json"
     before = json.loads(path.read_text()) if path.exists() else {}
     same = {"seconds": options.seconds, "cores": options.cores}

@@ -325,6 +325,7 @@ class TableFlow(Flow):
 
 
 VALIDATED = 20  # rows from which on some of them are held out for early stopping
+FEW = 1000  # rows below which a flow is a small one
 
 
 def defaults(rows: int, columns: int) -> dict[str, Any]:
@@ -333,10 +334,10 @@ def defaults(rows: int, columns: int) -> dict[str, Any]:
     >>> defaults(rows=150, columns=4)
     {'model': {'blocks': 2, 'hidden': (8, 8)}, 'fit': {'max_steps': 245, 'validation': 0.2, 'patience': 5}}
     """
-    blocks, width = (2, 8) if rows < 1000 else (4, 16) if rows < 10_000 else (8, 32)
+    blocks, width = (2, 8) if rows < FEW else (4, 16) if rows < 10_000 else (8, 32)
     width = max(4, min(width, 512 // max(1, columns)))
     steps = round(min(4000, max(60, 20 * rows**0.5)))
-    small = rows < 1000
+    small = rows < FEW
     held_out = 0.0 if rows < VALIDATED else 0.2 if small else 0.1
     return {
         "model": {"blocks": blocks, "hidden": (width, width)},
@@ -376,9 +377,10 @@ def fit_table(
     given = None if rows.context is None else rows.context[order]
     found = defaults(len(order), len(schema.numbers))
     flow = _fresh(schema, model, found["model"] if model == "quar" else {}, dict(model_options or {}), seed)
-    limits: dict[str, Any] = {"max_steps": max_steps, "max_seconds": max_seconds}
-    if max_steps is None and max_seconds is None:
-        limits = {}
+    limits: dict[str, Any] = {"max_seconds": max_seconds}
+    # A limit on time alone takes the place of that on steps, unless rows are few: more steps do not help there.
+    if max_steps is not None or (max_seconds is not None and len(order) >= FEW):
+        limits["max_steps"] = max_steps
     options = {**found["fit"], **limits, **fit_options}
     if not isinstance(options["validation"], numbers.Real):
         held_out = schema.encode(as_table(options["validation"]))

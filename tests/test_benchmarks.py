@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import __main__ as everything  # noqa: E402
-from benchmarks import harness, lanes, scaling, tabular  # noqa: E402
+from benchmarks import defaults, harness, lanes, scaling, tabular  # noqa: E402
 
 KEYS = {
     "benchmark",
@@ -152,6 +152,26 @@ def test_lanes_end_in_time_and_say_what_failed(capsys):
     assert "0: ValueError('no')" in capsys.readouterr().err
     with pytest.raises(FileNotFoundError, match="gone"):
         list(lanes.side_by_side(fails, [1], 1, 1, seconds=0))
+
+
+def test_defaults(tmp_path, capsys):
+    pytest.importorskip("zuko")
+    pytest.importorskip("sklearn")
+    rows = quick("defaults", tmp_path, capsys)["rows"]
+    first, *others = rows
+    assert first["gain"] == first["gains"]["wine"] == 0
+    assert [row["setting"] for row in others] == ["Gaussian mixture", "zuko MAF, 1e-2"]
+    assert all(row["gain"] != 0 for row in others)
+
+
+def test_settings_are_chosen_without_test_rows():
+    parts = [torch.arange(100.0)[:, None], torch.arange(100.0, 112)[:, None], torch.arange(112.0, 124)[:, None]]
+    for ordered in (False, True):
+        found = defaults.choosing(tabular.Split(*parts), seed=1, ordered=ordered)
+        rows = torch.cat([found.train, found.validation, found.test])
+        assert torch.equal(rows.sort(0).values, torch.cat(parts[:2]))
+        assert len(found.validation) == len(found.test) == 11
+        assert torch.equal(rows, torch.cat(parts[:2])) == ordered
 
 
 def power_file(folder, rows=200):

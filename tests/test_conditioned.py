@@ -157,3 +157,18 @@ def test_it_learns_what_one_plain_block_cannot() -> None:
 def test_bad_options(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         quar(3, **options)
+
+
+@pytest.mark.parametrize("block", ["plain", "conditioned"])
+def test_a_small_start_is_nearly_the_standardisation(block: str) -> None:
+    x, away = 3 * torch.randn(50, 3) + 1, {}
+    for start in (1.0, 0.1, 1e-4):
+        torch.manual_seed(0)
+        flow = qf.models.quar(3, block=block, blocks=3, start=start)
+        flow.initialise(x)
+        z, _ = flow.transform(x)
+        away[start] = float((z - (x - x.mean(0)) / x.std(0, correction=0)).abs().max())
+    assert away[1.0] > away[0.1] > away[1e-4]
+    assert away[1e-4] < 1e-2
+    with pytest.raises(ValueError, match="start: expected 1 without the trick"):
+        qf.models.quar(3, block=block, start=0.1, trick=False)

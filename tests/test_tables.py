@@ -13,7 +13,7 @@ from registry import far
 
 import quarflow as qf
 from quarflow.checkpoint import CheckpointError
-from quarflow.table_flow import Labels, fit_table
+from quarflow.table_flow import Labels, defaults, fit_table
 from quarflow.tables import Schema, as_table
 
 RNG = np.random.default_rng(0)
@@ -279,6 +279,25 @@ def test_given_numbers_need_not_be_whole():
     flow, _ = fit_table(table, context="year", max_steps=5, model_options={"blocks": 1, "hidden": (4,)})
     between = flow.score({"year": [2001.0, 2001.5, 2002.0], "size": [0.1, 0.1, 0.1]})
     assert len(set(between)) == 3
+
+
+def test_rows_to_validate_on_may_be_a_table():
+    rng = np.random.default_rng(0)
+    table = {"a": rng.normal(size=100), "c": ["u", "v"] * 50, "year": [1.5, 2.5] * 50}
+    other = {"year": [2.5, 1.5, 1.5], "a": [0.0, 1.0, 30.0], "c": ["u", "u", "v"]}
+    flow, history = fit_table(table, context=["year"], validation=other, max_steps=20, patience=None)
+    assert flow.score(other).mean() == pytest.approx(history.best_validation, abs=1e-3)
+    other["c"] = ["u", "w", "v"]
+    with pytest.warns(UserWarning, match="probability zero"), pytest.raises(ValueError, match="validation: .* got 1 wi"):
+        fit_table(table, context=["year"], validation=other, max_steps=1)
+
+
+def test_time_alone_leaves_the_steps_of_few_rows(monkeypatch):
+    asked = []
+    monkeypatch.setattr("quarflow.table_flow.fit", lambda *rows, **options: asked.append(options["max_steps"]))
+    for rows, max_steps in itertools.product((100, 1000), (None, 7)):
+        fit_table({"a": RNG.normal(size=rows)}, max_seconds=1.0, max_steps=max_steps)
+    assert asked == [defaults(100, 1)["fit"]["max_steps"], 7, None, 7]
 
 
 def test_learns_what_depends_on_what():

@@ -266,6 +266,17 @@ def test_a_real_divergence_leaves_good_weights():
     assert all(bool(torch.isfinite(p).all()) for p in flow.parameters())
 
 
+def test_weight_decay_is_apart_from_the_gradient():
+    """A step with decay is one without, from weights drawn to zero by the rate times the decay."""
+    start, plain, decayed = small(), small(), small()
+    for flow, decay in ((plain, 0.0), (decayed, 0.5)):
+        Trainer(flow, Rows(data(64)), None, Options(max_steps=1, warmup=0.0, weight_decay=decay)).advance()
+    rate = 1e-2 * schedule(0.5, 0.0)
+    before = dict(start.named_parameters())
+    for (name, a), b in zip(plain.named_parameters(), decayed.parameters(), strict=True):
+        torch.testing.assert_close(b, a - rate * 0.5 * before[name])
+
+
 def test_the_guard_leaves_weights_alone_until_the_host_looks():
     flow = small()
     flow.initialise(data())
@@ -651,6 +662,8 @@ X = data(50)
         ({"ema": -0.1}, "ema: expected"),
         ({"patience": 0}, "patience: expected"),
         ({"evaluate_every": 0}, "evaluate_every: expected"),
+        ({"weight_decay": -1.0}, "weight_decay: expected a finite number > 0; got -1.0"),
+        ({"weight_decay": 0.1, "optimizer": "adamax"}, "weight_decay: expected optimizer='adam' with it"),
         ({"precision": "half"}, "precision: expected one of 'full', 'tf32', 'bf16'; got 'half'"),
         ({"recompute": 1}, "recompute: expected True or False"),
         ({"shard_size": "big"}, "shard_size: expected a size of 1KiB"),
