@@ -45,7 +45,8 @@ def provenance(result: dict[str, Any]) -> str:
     versions = {"Python": result["python"], "torch": result["torch"], **result["packages"]}
     gpu = f"{result['gpu']}; " if result.get("gpu") else ""
     return (
-        f"{gpu}{result['cpu']}, {result['threads']} thread{'s' * (result['threads'] > 1)} on {result['cores']} cores (load {result['load']}); "
+        f"{gpu}{result['cpu']}, {result['threads']} thread{'s' * (result['threads'] > 1)} on {result['cores']} cores "
+        f"(load {result['load']}); "
         f"{', '.join(f'{name} {v}' for name, v in versions.items())}; "
         f"{result['date']}; commit `{result['commit']}`"
     )

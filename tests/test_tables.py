@@ -288,7 +288,10 @@ def test_rows_to_validate_on_may_be_a_table():
     flow, history = fit_table(table, context=["year"], validation=other, max_steps=20, patience=None)
     assert flow.score(other).mean() == pytest.approx(history.best_validation, abs=1e-3)
     other["c"] = ["u", "w", "v"]
-    with pytest.warns(UserWarning, match="probability zero"), pytest.raises(ValueError, match="validation: .* got 1 wi"):
+    with (
+        pytest.warns(UserWarning, match="probability zero"),
+        pytest.raises(ValueError, match=r"validation: expected rows that .* got 1 with"),
+    ):
         fit_table(table, context=["year"], validation=other, max_steps=1)
 
 
