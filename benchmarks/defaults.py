@@ -38,12 +38,16 @@ def settings(model: dict[str, Any], **fit: Any) -> Callable[[Split, float, int],
 
 # Each differs in one thing from the first.
 _MANY: dict[str, Any] = {"block": "conditioned", "blocks": 4, "hidden": (16, 16), "conditioner": (64, 64)}
+_MANY["knots"] = 256
 _LONG: dict[str, Any] = {"patience": 20, "learning_rate": 5e-3, "batch_size": 512}
 MANY: dict[str, Callable[[Split, float, int], Found]] = {
     "conditioned": settings(_MANY, **_LONG),
+    "no knots": settings(_MANY | {"knots": 0}, **_LONG),
+    "64 knots": settings(_MANY | {"knots": 64}, **_LONG),
+    "1024 knots": settings(_MANY | {"knots": 1024}, **_LONG),
     "8 blocks": settings(_MANY | {"blocks": 8}, **_LONG),
     "wide conditioner": settings(_MANY | {"conditioner": (128, 128)}, **_LONG),
-    "plain, 8 x (16, 16)": settings({"blocks": 8, "hidden": (16, 16)}, **_LONG),
+    "plain, 8 x (16, 16)": settings({"blocks": 8, "hidden": (16, 16), "knots": 256}, **_LONG),
     "decay 3": settings(_MANY, weight_decay=3.0, **_LONG),
     "decay 0.3": settings(_MANY, weight_decay=0.3, **_LONG),
     "rate 1e-2": settings(_MANY, **_LONG | {"learning_rate": 1e-2}),
@@ -63,15 +67,20 @@ MANY: dict[str, Callable[[Split, float, int], Found]] = {
     "one hidden layer": settings(_MANY | {"hidden": (32,)}, **_LONG),
     "batch 1024": settings(_MANY, **_LONG | {"batch_size": 1024}),
     "sine": settings(_MANY | {"activation": "sine"}, **_LONG),
-    "plain, 8 x (32, 32)": settings({"blocks": 8, "hidden": (32, 32)}, **_LONG),
+    "plain, 8 x (32, 32)": settings({"blocks": 8, "hidden": (32, 32), "knots": 256}, **_LONG),
 }
 _FEW: dict[str, Any] = {"block": "conditioned", "blocks": 2, "hidden": (8,), "conditioner": (32,), "start": 0.01}
+_FEW["knots"] = 8
 _SHORT: dict[str, Any] = {"max_steps": 600, "patience": 20, "evaluate_every": 10, "learning_rate": 5e-3}
 _SHORT["weight_decay"] = 10.0
 _SLOW = _SHORT | {"learning_rate": 2e-3, "weight_decay": 25.0, "max_steps": 1500}
 FEW: dict[str, Callable[[Split, float, int], Found]] = {
     "decay 10": settings(_FEW, **_SHORT),
     "Gaussian mixture": mixture,
+    "no knots": settings(_FEW | {"knots": 0}, **_SHORT),
+    "16 knots": settings(_FEW | {"knots": 16}, **_SHORT),
+    "32 knots": settings(_FEW | {"knots": 32}, **_SHORT),
+    "4 knots": settings(_FEW | {"knots": 4}, **_SHORT),
     "decay 0": settings(_FEW, **_SHORT | {"weight_decay": 0.0}),
     "decay 3": settings(_FEW, **_SHORT | {"weight_decay": 3.0}),
     "decay 20": settings(_FEW, **_SHORT | {"weight_decay": 20.0}),
@@ -82,8 +91,8 @@ FEW: dict[str, Callable[[Split, float, int], Found]] = {
     "1 block": settings(_FEW | {"blocks": 1}, **_SHORT),
     "4 blocks": settings(_FEW | {"blocks": 4}, **_SHORT),
     "hidden (16, 16)": settings(_FEW | {"hidden": (16, 16)}, **_SHORT),
-    "plain, 2 x (8, 8)": settings({"blocks": 2, "hidden": (8, 8), "start": 0.01}, **_SHORT),
-    "plain, 4 x (16, 16)": settings({"blocks": 4, "hidden": (16, 16), "start": 0.01}, **_SHORT),
+    "plain, 2 x (8, 8)": settings({"blocks": 2, "hidden": (8, 8), "start": 0.01, "knots": 8}, **_SHORT),
+    "plain, 4 x (16, 16)": settings({"blocks": 4, "hidden": (16, 16), "start": 0.01, "knots": 8}, **_SHORT),
     "rate 2e-3, decay 25": settings(_FEW, **_SLOW),
     "rate 1e-2, decay 5": settings(_FEW, **_SHORT | {"learning_rate": 1e-2, "weight_decay": 5.0}),
     "to the end": settings(_FEW, **_SHORT | {"patience": None}),

@@ -466,6 +466,7 @@ class TableConfig(ModelConfig):
     flow: dict[str, Any]  # the configuration of the flow of the numbers, with no features and context
     label_hidden: int = 32  # units of the networks of the categories
     points: int = 8  # at which the density is taken in a cell of whole numbers
+    knots: int = 0  # of the quantiles that make each column normal before the flow
 
     def assemble(self) -> Flow:
         from quarflow.table_flow import TableFlow
@@ -476,11 +477,11 @@ class TableConfig(ModelConfig):
         inner = Flow(Chain([]), base("normal", (0,)), known)  # of a table without numbers
         if schema.numbers:
             inner = from_dict({**self.flow, "features": len(schema.numbers), "context": known}).build()
-        return TableFlow(schema, inner, self.label_hidden, self.points)
+        return TableFlow(schema, inner, self.label_hidden, self.points, self.knots)
 
 
 def table(
-    schema: Schema, model: str = "quar", label_hidden: int = 32, points: int = 8, **options: Any
+    schema: Schema, model: str = "quar", label_hidden: int = 32, points: int = 8, knots: int = 0, **options: Any
 ) -> TableFlow:
     """A flow of the rows of a table: numbers, whole numbers, categories and context; see `quarflow.tables`.
 
@@ -489,6 +490,7 @@ def table(
         model: the flow of the numbers.
         label_hidden: units of the networks of the categories.
         points: at which the density is taken in a cell of whole numbers.
+        knots: of `quarflow.transforms.Quantiles`, which make each column normal before the flow; 0 for none.
         **options: those of the model.
 
     >>> from quarflow.tables import Schema, as_table
@@ -496,7 +498,7 @@ def table(
     >>> table(Schema.of(rows), blocks=1, hidden=(4,)).event_shape
     torch.Size([2])
     """
-    flow = TableConfig(schema.to_json(), {"model": model, **options}, label_hidden, points).build()
+    flow = TableConfig(schema.to_json(), {"model": model, **options}, label_hidden, points, knots).build()
     return cast("TableFlow", flow)
 
 

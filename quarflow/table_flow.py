@@ -20,8 +20,8 @@ from quarflow.logdet import drawing
 from quarflow.solvers import unchecked
 from quarflow.tables import EDGE, Rows, Schema, Table, as_table, fingerprints, some
 from quarflow.training import History, fit, split_rows
-from quarflow.transforms.base import Chain
-from quarflow.transforms.elementwise import Asinh, Support
+from quarflow.transforms.base import Chain, Transform
+from quarflow.transforms.elementwise import Asinh, Quantiles, Support
 from quarflow.transforms.mixing import Whiten
 
 
@@ -99,13 +99,14 @@ class TableFlow(Flow):
         flow: of as many features as the schema has numbers; its context is that of the schema, and all labels one-hot.
         hidden: units of the networks of the labels.
         points: places in a cell.
+        knots: of `Quantiles`, which make each column normal before the flow; 0 for none.
     """
 
     widths: Tensor
     phases: Tensor
     shifts: Tensor
 
-    def __init__(self, schema: Schema, flow: Flow, hidden: int = 32, points: int = 8) -> None:
+    def __init__(self, schema: Schema, flow: Flow, hidden: int = 32, points: int = 8, knots: int = 0) -> None:
         columns, sizes = schema.numbers, [len(c.values) for c in schema.labels]
         check_count("hidden", hidden)
         check_count("points", points)
@@ -116,7 +117,9 @@ class TableFlow(Flow):
             )
         warp = [Support([c.support for c in columns]), Asinh([c.heavy for c in columns])]
         # Training starts near the Gaussian of the table: a first fit of few rows does not have to learn its covariance.
-        gaussian = [Whiten(len(columns))] if columns else []
+        gaussian: list[Transform] = [Whiten(len(columns))] if columns else []
+        if columns and knots:
+            gaussian = [Quantiles(len(columns), knots), *gaussian]
         super().__init__(Chain([*warp, *gaussian, flow.transform]), flow.base, schema.context_features)
         self.schema = schema
         self.labels = Labels(sizes, schema.context_features, hidden)
@@ -329,20 +332,21 @@ FEW = 1000  # rows below which a flow is a small one
 
 
 def defaults(rows: int, columns: int) -> dict[str, Any]:
-    """Options of `models.quar` and of `fit` for a table of so many rows and columns.
+    """Options of `models.table`, of `models.quar` and of `fit` for a table of so many rows and columns.
 
-    >>> defaults(rows=150, columns=4)
-    {'model': {'blocks': 2, 'hidden': (8, 8)}, 'fit': {'max_steps': 245, 'validation': 0.2, 'patience': 5}}
+    >>> found = defaults(rows=150, columns=4)
+    >>> found["table"], found["model"]["blocks"], found["fit"]["validation"]
+    ({'knots': 8}, 2, 0.2)
     """
-    blocks, width = (2, 8) if rows < FEW else (4, 16) if rows < 10_000 else (8, 32)
-    width = max(4, min(width, 512 // max(1, columns)))
-    steps = round(min(4000, max(60, 20 * rows**0.5)))
-    small = rows < FEW
-    held_out = 0.0 if rows < VALIDATED else 0.2 if small else 0.1
-    return {
-        "model": {"blocks": blocks, "hidden": (width, width)},
-        "fit": {"max_steps": steps, "validation": held_out, "patience": 5 if small else 20},
-    }
+    model: dict[str, Any] = {"block": "conditioned", "blocks": 4, "hidden": (16, 16), "conditioner": (64, 64)}
+    fit: dict[str, Any] = {"max_steps": round(min(4000, 20 * rows**0.5)), "validation": 0.1, "patience": 20}
+    fit["learning_rate"] = 5e-3
+    if rows >= FEW:
+        return {"table": {"knots": min(256, rows // 8)}, "model": model, "fit": fit}
+    # A flow that starts near the Gaussian of normal scores, and is drawn back to it.
+    model = {"block": "conditioned", "blocks": 2, "hidden": (8,), "conditioner": (32,), "start": 0.01}
+    fit |= {"max_steps": 600, "validation": 0.2 if rows >= VALIDATED else 0.0, "evaluate_every": 10}
+    return {"table": {"knots": 8}, "model": model, "fit": fit | {"weight_decay": 10.0}}
 
 
 def fit_table(
@@ -376,7 +380,8 @@ def fit_table(
     order = _order(rows, weights)
     given = None if rows.context is None else rows.context[order]
     found = defaults(len(order), len(schema.numbers))
-    flow = _fresh(schema, model, found["model"] if model == "quar" else {}, dict(model_options or {}), seed)
+    chosen = found["table"] | (found["model"] if model == "quar" else {})
+    flow = _fresh(schema, model, chosen, dict(model_options or {}), seed)
     limits: dict[str, Any] = {"max_seconds": max_seconds}
     # A limit on time alone takes the place of that on steps, unless rows are few: more steps do not help there.
     if max_steps is not None or (max_seconds is not None and len(order) >= FEW):
@@ -450,13 +455,15 @@ def counted(table: Table, weights: np.ndarray | None) -> tuple[Table, np.ndarray
 
 def _fresh(schema: Schema, model: Any, found: dict[str, Any], options: dict[str, Any], seed: int) -> TableFlow:
     """The flow of a schema, with weights from ``seed``."""
+    knots = options.pop("knots", found["knots"])
     if isinstance(model, str):
-        config = {"model": model, **found, **options}
+        config = {"model": model, **found, **options, "knots": knots}
     else:
         pattern = model if isinstance(model, Flow) else model(features=2, context=0, **options)
         if pattern.config is None:
             raise ValueError("model: expected a flow of quarflow.models; got one that was put together by hand.")
         config = {k: v for k, v in pattern.config.to_dict().items() if k not in ("features", "context")}
+        config["knots"] = knots
     kind = config.pop("model")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -84,6 +84,7 @@ TRANSFORMS: dict[str, Callable[[int, int], t.Transform]] = {
     "inverse of support": lambda d, c: t.Inverse(t.Support((SUPPORTS * d)[:d])),
     "supports": lambda d, c: t.Chain([t.Inverse(t.Support(["unit"] * d)), t.Support((["positive", "unit"] * d)[:d])]),
     "asinh": lambda d, c: t.Asinh([i % 2 == 0 for i in range(d)]),
+    "quantiles": lambda d, c: t.Quantiles(d, knots=5),
     "inverse": lambda d, c: t.Inverse(t.LULinear(d)),
     "inverse of residual": lambda d, c: t.Inverse(_residual(d, c)),
     "chain": lambda d, c: t.Chain([t.ActNorm(d, c), _residual(d, c), t.Reverse(), _residual(d, c)]),

@@ -15,6 +15,7 @@ import quarflow as qf
 from quarflow.checkpoint import CheckpointError
 from quarflow.table_flow import Labels, defaults, fit_table
 from quarflow.tables import Schema, as_table
+from quarflow.transforms import Quantiles
 
 RNG = np.random.default_rng(0)
 
@@ -419,3 +420,35 @@ def test_errors_of_rows(row, message):
     flow = make({"n": [1, 2, 5], "c": ["u", "v", "v"]})
     with pytest.raises(ValueError, match=message):
         flow.score(row, first_row=7)
+
+
+def test_quantiles_become_normal():
+    torch.manual_seed(0)
+    x = torch.stack([torch.rand(5000), torch.randn(5000).exp(), torch.randint(0, 5, (5000,)) + torch.rand(5000)], 1)
+    x = x.double() * torch.tensor([1e-6, 1.0, 1e6]) + torch.tensor([0.0, 5.0, 1e7])
+    t = Quantiles(3, knots=50).double()
+    z = t.initialise(x)
+    p = torch.linspace(0.06, 0.94, 23, dtype=torch.float64)
+    assert (torch.quantile(z, p, dim=0) - torch.special.ndtri(p)[:, None]).abs().max() < 0.02
+    far = x.mean(0) + x.std(0) * torch.linspace(-100, 100, 41, dtype=torch.float64)[:, None]
+    back = t.inverse(t(far)[0])[0]
+    assert torch.allclose(back, far, rtol=1e-9)
+    assert (t(far)[0].diff(dim=0) > 0).all()
+
+
+@pytest.mark.parametrize("values", [[0.0, 1.0], [0.0] * 99 + [1.0], list(range(10)), [1.0, 1.0 + 1e-9] * 5 + [2.0]])
+def test_quantiles_of_repeated_values_are_finite(values):
+    x = torch.tensor(values, dtype=torch.float64)[:, None]
+    t = Quantiles(1, knots=20).double()
+    z, ladj = t(torch.cat([t.inverse(t.initialise(x))[0], torch.linspace(-5, 5, 101, dtype=torch.float64)[:, None]]))
+    assert torch.isfinite(z).all()
+    assert ladj.abs().max() < 20
+    assert torch.allclose(t.inverse(z)[0][: len(x)], x, atol=1e-3)
+
+
+@pytest.mark.parametrize("model", ["maf", qf.models.quar(2, blocks=1, hidden=(4,))], ids=["name", "pattern"])
+def test_every_model_of_a_table_gets_its_quantiles(model):
+    table = {"a": RNG.normal(size=50), "b": RNG.normal(size=50)}
+    for options, knots in (({}, [8]), ({"knots": 5}, [5]), ({"knots": 0}, [])):
+        flow, _ = fit_table(table, model=model, model_options=options, max_steps=1)
+        assert [m.gaps.shape[1] + 1 for m in flow.modules() if isinstance(m, Quantiles)] == knots

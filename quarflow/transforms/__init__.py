@@ -5,7 +5,7 @@ from quarflow.transforms.base import Chain, Inverse, Transform
 from quarflow.transforms.bnaf import BNAF
 from quarflow.transforms.coupling import AdditiveCoupling, AffineCoupling, LearnedPrior, MixtureCoupling
 from quarflow.transforms.dequantisation import Dequantisation
-from quarflow.transforms.elementwise import ActNorm, Affine, Asinh, Logit, Sigmoid, Standardise, Support
+from quarflow.transforms.elementwise import ActNorm, Affine, Asinh, Logit, Quantiles, Sigmoid, Standardise, Support
 from quarflow.transforms.mixing import LULinear, Permutation, Reverse, Whiten
 from quarflow.transforms.planar import Planar, Radial, Sylvester
 from quarflow.transforms.reshape import MultiScale, Reshape, Squeeze
@@ -30,6 +30,7 @@ __all__ = [
     "MultiScale",
     "Permutation",
     "Planar",
+    "Quantiles",
     "Radial",
     "Reshape",
     "Residual",

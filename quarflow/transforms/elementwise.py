@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, pad
 
 from quarflow.checks import check_choice, check_count
 from quarflow.transforms.base import Transform
@@ -265,6 +265,84 @@ class Asinh(Transform):
 
     def extra_repr(self) -> str:
         return ", ".join(map(str, self.columns.tolist()))
+
+
+class Quantiles(Transform):
+    """``z_i = f_i(x_i)``, piecewise linear: quantiles of the data seen by `initialise` become those of ``N(0, 1)``.
+
+    They are taken at the probabilities ``(k + 1/2) / knots``, and are fixed from then on. Beyond the outer ones a line
+    goes on with the mean slope since the median. Values that the data repeat share a knot.
+
+    >>> t, x = Quantiles(1, knots=32), torch.randn(2000, 1).exp()
+    >>> z = t.initialise(x).sort(0).values
+    >>> bool((z[500] + 0.674).abs() < 0.05), bool((z[1500] - 0.674).abs() < 0.05)
+    (True, True)
+    """
+
+    triangular = True
+    first: Tensor
+    gaps: Tensor
+    slopes: Tensor
+
+    def __init__(self, features: int, knots: int = 32) -> None:
+        super().__init__()
+        check_count("features", features)
+        check_count("knots", knots, 3)
+        # The first knot of each coordinate, logarithms of the distances between them, and of the slopes of all lines.
+        self.register_buffer("first", torch.zeros(2, features))
+        self.register_buffer("gaps", torch.zeros(features, knots - 1))
+        self.register_buffer("slopes", torch.zeros(features, knots + 1))
+
+    def _knots(self) -> tuple[Tensor, Tensor]:
+        """Places and values, both (features, knots), that increase whatever the buffers are."""
+        x, z = self.gaps.exp(), (self.gaps + self.slopes[:, 1:-1]).exp()
+        places, values = (pad(d.cumsum(1), (1, 0)) for d in (x, z))
+        return self.first[0, :, None] + places, self.first[1, :, None] + values
+
+    def _line(self, x: Tensor, inverse: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """The knot, in x and in z, where the line that ``x`` is on begins, and its log-slope: three of (batch, D)."""
+        places, values = self._knots()
+        segment = torch.searchsorted(values if inverse else places, x.detach().mT.contiguous())
+        start = (segment - 1).clamp_min(0)
+        return places.gather(1, start).mT, values.gather(1, start).mT, self.slopes.gather(1, segment).mT
+
+    def log_slopes(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        place, value, slope = self._line(x, inverse=False)
+        return torch.addcmul(value, slope.exp(), x - place), slope
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        z, slopes = self.log_slopes(x)
+        return z, slopes.sum(1)
+
+    def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        place, value, slope = self._line(z, inverse=True)
+        return torch.addcmul(place, (-slope).exp(), z - value), -slope.sum(1)
+
+    @torch.no_grad()
+    def initialise(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        features, knots = len(self.gaps), self.gaps.shape[1] + 1
+        _, deviation = moments(x, (features,), "Quantiles")
+        p = (torch.arange(knots, dtype=torch.float64, device=x.device) + 0.5) / knots
+        normal = torch.special.ndtri(p)
+        for i, (column, width) in enumerate(zip(x.double().mT, deviation.double(), strict=True)):
+            there = torch.quantile(column, p)
+            middle = torch.quantile(column, 0.5)
+            # Values closer than float32 can tell share a knot; what is left over continues the last line.
+            places, group = torch.unique(((there - middle) / (1e-4 * width)).round(), return_inverse=True)
+            count = torch.zeros_like(places).index_add(0, group, torch.ones_like(there))
+            places = torch.zeros_like(places).index_add(0, group, there) / count
+            values = torch.zeros_like(places).index_add(0, group, normal) / count
+            outer = torch.stack([middle - there[0], there[-1] - middle]).maximum(0.1 * width).log()
+            outer = normal[-1].log() - outer
+            gaps, lines = places.diff().log(), (values.diff() / places.diff()).log()
+            rest = knots - len(places)
+            self.first[:, i] = torch.stack([places[0], values[0]])
+            self.gaps[i] = torch.cat([gaps, width.log().expand(rest)])
+            self.slopes[i] = torch.cat([outer[:1], lines, outer[1:].expand(rest + 1)])
+        return self.forward(x)[0]
+
+    def extra_repr(self) -> str:
+        return f"{len(self.gaps)}, knots={self.gaps.shape[1] + 1}"
 
 
 class Sigmoid(Logit):
