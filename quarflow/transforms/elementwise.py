@@ -268,10 +268,11 @@ class Asinh(Transform):
 
 
 class Quantiles(Transform):
-    """``z_i = f_i(x_i)``, piecewise linear: quantiles of the data seen by `initialise` become those of ``N(0, 1)``.
+    """``z_i = f_i(x_i)``, smooth, such that quantiles of the data seen by `initialise` become those of ``N(0, 1)``.
 
-    They are taken at the probabilities ``(k + 1/2) / knots``, and are fixed from then on. Beyond the outer ones a line
-    goes on with the mean slope since the median. Values that the data repeat share a knot.
+    They are taken at the probabilities ``(k + 1/2) / knots``, and are fixed from then on. Between two knots ``f`` is a
+    rational quadratic spline (Gregory & Delbourgo 1982), whose slope at a knot is the geometric mean of those on both
+    sides; beyond the outer ones it is a line with the mean slope since the median. Repeated values share a knot.
 
     >>> t, x = Quantiles(1, knots=32), torch.randn(2000, 1).exp()
     >>> z = t.initialise(x).sort(0).values
@@ -288,35 +289,53 @@ class Quantiles(Transform):
         super().__init__()
         check_count("features", features)
         check_count("knots", knots, 3)
-        # The first knot of each coordinate, logarithms of the distances between them, and of the slopes of all lines.
+        # The first knot of each coordinate, logarithms of the distances between them, and of the slopes of all chords.
         self.register_buffer("first", torch.zeros(2, features))
         self.register_buffer("gaps", torch.zeros(features, knots - 1))
         self.register_buffer("slopes", torch.zeros(features, knots + 1))
 
-    def _knots(self) -> tuple[Tensor, Tensor]:
-        """Places and values, both (features, knots), that increase whatever the buffers are."""
-        x, z = self.gaps.exp(), (self.gaps + self.slopes[:, 1:-1]).exp()
-        places, values = (pad(d.cumsum(1), (1, 0)) for d in (x, z))
-        return self.first[0, :, None] + places, self.first[1, :, None] + values
-
-    def _line(self, x: Tensor, inverse: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """The knot, in x and in z, where the line that ``x`` is on begins, and its log-slope: three of (batch, D)."""
-        places, values = self._knots()
-        segment = torch.searchsorted(values if inverse else places, x.detach().mT.contiguous())
-        start = (segment - 1).clamp_min(0)
-        return places.gather(1, start).mT, values.gather(1, start).mT, self.slopes.gather(1, segment).mT
+    def _spline(self, x: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+        """The other side of ``f``, and the logarithm of its slope there."""
+        gaps, chords = self.gaps.exp(), self.slopes.exp()
+        steps = gaps * chords[:, 1:-1]
+        places, values = (c[:, None] + pad(d.cumsum(1), (1, 0)) for c, d in zip(self.first, (gaps, steps), strict=True))
+        ends = [self.slopes[:, :1], 0.5 * (self.slopes[:, 1:-2] + self.slopes[:, 2:-1]), self.slopes[:, -1:]]
+        tangents = torch.cat(ends, 1).exp()
+        knots = values if inverse else places
+        inside = torch.maximum(torch.minimum(x.mT, knots[:, -1:]), knots[:, :1])
+        k = torch.searchsorted(knots[:, 1:-1].contiguous(), inside.detach().contiguous())
+        gap, step, chord, low, high = (
+            t.gather(1, k) for t in (gaps, steps, chords[:, 1:-1], tangents[:, :-1], tangents[:, 1:])
+        )
+        place, value, bend = places.gather(1, k), values.gather(1, k), low + high - 2 * chord
+        beyond = x.mT - inside
+        if inverse:
+            y = inside - value
+            b, c = step * low - y * bend, -chord * y
+            root = (b * b - 4 * (step * (chord - low) + y * bend) * c).clamp_min(0).sqrt()
+            t = -2 * c / (b + root)
+            beyond = beyond / torch.where(beyond > 0, high, low)
+        else:
+            t = (inside - place) / gap
+        across = t * (1 - t)
+        below = chord + bend * across
+        top = high * t * t + 2 * chord * across + low * (1 - t) ** 2
+        log_slope = 2 * (chord / below).log() + top.log()
+        if inverse:
+            return (place + gap * t + beyond).mT, log_slope.mT
+        out = value + step * (chord * t * t + low * across) / below
+        return (out + beyond * torch.where(beyond > 0, high, low)).mT, log_slope.mT
 
     def log_slopes(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        place, value, slope = self._line(x, inverse=False)
-        return torch.addcmul(value, slope.exp(), x - place), slope
+        return self._spline(x, inverse=False)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        z, slopes = self.log_slopes(x)
+        z, slopes = self._spline(x, inverse=False)
         return z, slopes.sum(1)
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        place, value, slope = self._line(z, inverse=True)
-        return torch.addcmul(place, (-slope).exp(), z - value), -slope.sum(1)
+        x, slopes = self._spline(z, inverse=True)
+        return x, -slopes.sum(1)
 
     @torch.no_grad()
     def initialise(self, x: Tensor, context: Tensor | None = None) -> Tensor:
