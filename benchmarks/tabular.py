@@ -37,7 +37,7 @@ from benchmarks.harness import load, save, start, table
 from benchmarks.lanes import side_by_side
 from quarflow.data.tabular import load_table, split
 from quarflow.table_flow import fit_table
-from quarflow.tables import as_table
+from quarflow.tables import Column, Schema, as_table
 from quarflow.training import History, TrainingDiverged
 
 if TYPE_CHECKING:
@@ -301,20 +301,27 @@ def rows_of(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 # POWER on a GPU: the first is the reference, each other changes something.
-_BASE: dict[str, Any] = {"block": "conditioned", "blocks": 8, "hidden": (16, 16), "conditioner": (128, 128)}
+_BASE: dict[str, Any] = {"block": "conditioned", "blocks": 10, "hidden": (16, 16), "conditioner": (256, 256)}
+_BASE["knots"] = 1024
+_PLAIN: dict[str, Any] = {"blocks": 10, "hidden": (64, 64), "knots": 1024}
 POWER: dict[str, dict[str, Any]] = {
     "conditioned": _BASE,
     "conditioned, LU": _BASE | {"mixing": "lu"},
-    "conditioned, sine": _BASE | {"activation": "sine"},
-    "conditioned, one hidden layer": _BASE | {"hidden": (32,)},
-    "conditioned, wider conditioner": _BASE | {"conditioner": (256, 256)},
+    "conditioned, no knots": _BASE | {"knots": 0},
     "conditioned, 16 blocks": _BASE | {"blocks": 16},
-    "plain": {"blocks": 10, "hidden": (64, 64)},
-    "plain, sine": {"blocks": 10, "hidden": (64, 64), "activation": "sine"},
-    "plain, ELU": {"blocks": 10, "hidden": (64, 64), "activation": "elu"},
-    "plain, network bound": {"blocks": 10, "hidden": (64, 64), "lipschitz": "network"},
-    "plain, LU": {"blocks": 10, "hidden": (64, 64), "mixing": "lu"},
+    "conditioned, LU, 16 blocks": _BASE | {"mixing": "lu", "blocks": 16},
+    "conditioned, wider": _BASE | {"conditioner": (512, 512), "hidden": (32, 32)},
+    "conditioned, narrower": _BASE | {"conditioner": (128, 128)},
+    "conditioned, one hidden layer": _BASE | {"hidden": (32,)},
+    "conditioned, sine": _BASE | {"activation": "sine"},
+    "plain": _PLAIN,
+    "plain, no knots": _PLAIN | {"knots": 0},
+    "plain, sine": _PLAIN | {"activation": "sine"},
+    "plain, ELU": _PLAIN | {"activation": "elu"},
+    "plain, network bound": _PLAIN | {"lipschitz": "network"},
+    "plain, LU": _PLAIN | {"mixing": "lu"},
 }
+LOOKS = 20  # at the validation rows, in a run
 
 
 class OutOfTime(Exception):
@@ -322,33 +329,39 @@ class OutOfTime(Exception):
 
 
 def train_power(data: Split, options: argparse.Namespace, state: Path) -> dict[GraphTrainer, str]:
-    """All variants side by side, in ``options.steps`` steps, from where the files in ``state`` left them."""
+    """All variants side by side, to the end of their steps or minutes, from where the files in ``state`` left them."""
     from quarflow.graph_training import GraphTrainer, run_together
     from quarflow.training import Options, Rows
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     train, validation = Rows(data.train.to(device)), Rows(data.validation.to(device))
+    # As the flow of a table that is standardised already: quantiles, the Gaussian, and the blocks.
+    schema = Schema(tuple(Column(f"x{i}", "number") for i in range(data.train.shape[1])))
+    seconds = None if options.steps else 60 * options.minutes
+    settings = Options(options.steps, seconds, batch_size=options.batch, learning_rate=options.rate, ema=0.9995)
     trainers: dict[GraphTrainer, str] = {}
     for name in options.variants:
         torch.manual_seed(0)
-        flow = qf.models.quar(data.train.shape[1], **POWER[name]).to(device)
-        flow.initialise(train.x[:65_536])
-        settings = Options(options.steps, batch_size=options.batch, learning_rate=options.rate, ema=0.9995)
-        trainer = GraphTrainer(flow.train(), train, validation, settings)
+        flow = qf.models.table(schema, **POWER[name]).to(device)
+        flow.initialise(train.x[: 2**20])
+        trainers[GraphTrainer(flow.train(), train, validation, settings)] = name
+    for trainer, name in trainers.items():
+        trainer.started = time.monotonic()
         if (path := state / f"{name}.training").exists():
             trainer.read(path)
-        trainers[trainer] = name
-    began = time.monotonic()
+    began, looks = time.monotonic(), {trainer: int(LOOKS * trainer.progress()) for trainer in trainers}
 
     def watch() -> None:
-        over = time.monotonic() - began > 60 * options.minutes
+        over = options.steps is not None and time.monotonic() - began > 60 * options.minutes
         for trainer, name in trainers.items():
-            if trainer.history.stopped is None and (over or trainer.step % max(1, options.steps // 20) == 0):
+            look = int(LOOKS * trainer.progress())
+            if trainer.history.stopped is None and (over or look > looks[trainer]):
+                looks[trainer] = look
                 with trainer.queued():
-                    if over:
-                        trainer.write(state / f"{name}.training")
-                    else:
+                    if not over:
                         trainer.evaluate()
+                        print(f"{name}: {trainer.history}", flush=True)
+                    trainer.write(state / f"{name}.training")
         if over:
             raise OutOfTime
 
@@ -368,7 +381,8 @@ def power_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
         found = qf.evaluate(trainer.flow, data.test)
         row = {"model": name, "options": POWER[name], "test_nats": found.nats, "test_nats_se": found.standard_error}
         row |= {"validation_nats": history.best_validation, "steps": trainer.step, "batch": trainer.batch_size}
-        row |= {"seconds": history.seconds, "parameters": sum(p.numel() for p in trainer.parameters)}
+        row |= {"rate": trainer.options.learning_rate, "seconds": history.seconds}
+        row |= {"parameters": sum(p.numel() for p in trainer.parameters)}
         rows.append(row | {"stopped": history.stopped})
         print(f"{name}: {found}", flush=True)
     return rows
@@ -420,9 +434,9 @@ def arguments_of(parser: argparse.ArgumentParser) -> None:
     lanes_of(parser)
     parser.add_argument("--power", action="store_true", help="variants of QuAR on all of POWER, on a GPU")
     parser.add_argument("--variants", nargs="+", choices=list(POWER), default=list(POWER))
-    parser.add_argument("--steps", type=int, default=30_000, help="of --power")
+    parser.add_argument("--steps", type=int, help="of --power; without them it takes --minutes, decay of rate and all")
     parser.add_argument("--batch", type=int, default=4096, help="rows of a step of --power")
-    parser.add_argument("--rate", type=float, default=5e-3, help="learning rate of --power")
+    parser.add_argument("--rate", type=float, default=2e-3, help="learning rate of --power")
 
 
 def lanes_of(parser: argparse.ArgumentParser) -> None:
@@ -449,6 +463,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         save(options, "tabular", settings, rows_of(runs), PACKAGES, **result)
 
     if options.power:
+        if options.steps is None and options.minutes == math.inf:
+            raise SystemExit("--power: expected --steps, --minutes, or both.")
         try:
             others = [row for row in known["power_gpu"] if row["model"] not in options.variants]
             known["power_gpu"] = others + power_rows(options)

@@ -126,25 +126,26 @@ class GraphTrainer(Trainer):
 def run_together(
     trainers: Sequence[GraphTrainer], show: Callable[[], object] = lambda: None
 ) -> dict[GraphTrainer, TrainingDiverged]:
-    """Drives trainers in turn, each on its stream, to their ``max_steps``; returns those that diverged.
+    """Drives trainers in turn, each on its stream, to their ``max_steps`` or ``max_seconds``; returns what diverged.
 
     ``show`` is called after each round of steps.
     """
-    for trainer in trainers:
-        if trainer.options.max_steps is None:
-            raise ValueError("trainers: expected max_steps in the options of each; got a limit on time.")
     diverged: dict[GraphTrainer, TrainingDiverged] = {}
     running = list(trainers)
     while running:
         for trainer in list(running):
-            history, last = trainer.history, trainer.step >= (trainer.options.max_steps or 0)
+            history, options = trainer.history, trainer.options
             try:
-                if last:
-                    with trainer.queued():
-                        trainer.log()
+                if options.max_steps is not None and trainer.step >= options.max_steps:
                     history.stopped = "max_steps"
+                elif options.max_seconds is not None and trainer.seconds >= options.max_seconds:
+                    history.stopped = "max_seconds"
                 else:
                     trainer.advance()
+                if history.stopped is not None:
+                    with trainer.queued():
+                        trainer.log()
+                        trainer.evaluate()
             except TrainingDiverged as error:
                 diverged[trainer] = error
             if history.stopped is not None:

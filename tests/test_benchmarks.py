@@ -208,6 +208,14 @@ def test_tabular_power_by_its_protocol(tmp_path, capsys):
     assert row["validation_nats"] is not None
     assert "POWER, all rows" in capsys.readouterr().out
 
+    # By the clock, without a number of steps.
+    command = ["--quick", "--out", str(tmp_path), "--data", str(tmp_path), "--power", "--batch", "16"]
+    with pytest.raises(SystemExit, match="expected --steps, --minutes"):
+        tabular.main([*command, "--variants", "plain"])
+    tabular.main([*command, "--variants", "plain", "--minutes", "0.02"])
+    rows = harness.load(tmp_path / "tabular.json")["power_gpu"]
+    assert [(row["model"], row["stopped"]) for row in rows] == [("conditioned", "max_steps"), ("plain", "max_seconds")]
+
 
 def test_tables_without_their_folder_say_so(tmp_path):
     with pytest.raises(FileNotFoundError, match="--data or the variable QUARFLOW_TABLES"):
