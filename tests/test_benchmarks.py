@@ -241,6 +241,19 @@ def test_a_kernel_density_is_a_density():
     assert torch.allclose(total, torch.ones(2), atol=1e-4)
 
 
+def test_scoring(tmp_path, capsys):
+    pytest.importorskip("zuko")
+    pytest.importorskip("normflows")
+    rows = quick("scoring", tmp_path, capsys)["rows"]
+    for row in rows:
+        if row["model"] == "QuAR":
+            size = row["parameters"]
+            assert row["ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+        elif row["model"] != "zuko NSF":
+            assert abs(row["parameters"] - size) <= 0.05 * size
+        assert row["rows_per_second"]["median"] > 0
+
+
 def test_states(tmp_path, capsys):
     rows = {row["state"]: row for row in quick("states", tmp_path, capsys)["rows"]}
     assert rows["one file"]["most_bits_from_whole"] == rows["in pieces of 64 KiB"]["most_bits_from_whole"] == 0
