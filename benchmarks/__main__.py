@@ -16,7 +16,17 @@ import torch
 
 from benchmarks.harness import RESULTS, ROOT, load
 
-NAMES = ("import_time", "vectors_cpu", "residual_cost", "inverse", "scaling", "states", "scoring", "defaults", "tabular")
+NAMES = (
+    "import_time",
+    "vectors_cpu",
+    "residual_cost",
+    "inverse",
+    "scaling",
+    "states",
+    "scoring",
+    "defaults",
+    "tabular",
+)
 LONG = ("defaults", "tabular")  # hours, and files that the repository does not hold
 ON_A_GPU = ("images_gpu",)
 README = Path(__file__).resolve().parent / "README.md"

@@ -243,7 +243,6 @@ def test_a_kernel_density_is_a_density():
 
 def test_scoring(tmp_path, capsys):
     pytest.importorskip("zuko")
-    pytest.importorskip("normflows")
     rows = quick("scoring", tmp_path, capsys)["rows"]
     for row in rows:
         if row["model"] == "QuAR":
