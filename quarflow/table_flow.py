@@ -345,7 +345,7 @@ def defaults(rows: int, columns: int) -> dict[str, Any]:
         return {"table": {"knots": min(256, rows // 8)}, "model": model, "fit": fit}
     # A flow that starts near the Gaussian of normal scores, and is drawn back to it.
     model = {"block": "conditioned", "blocks": 2, "hidden": (8,), "conditioner": (32,), "start": 0.01}
-    fit |= {"max_steps": 600, "validation": 0.2 if rows >= VALIDATED else 0.0, "evaluate_every": 10}
+    fit |= {"max_steps": max(60, min(600, 4 * rows)), "validation": 0.2 if rows >= VALIDATED else 0.0, "evaluate_every": 10}
     return {"table": {"knots": 8}, "model": model, "fit": fit | {"weight_decay": 10.0}}
 
 

@@ -677,8 +677,13 @@ def fit(
             warnings.warn(f"{checkpoint}: nothing to resume from; starting from the beginning.", stacklevel=2)
         if not going_on:
             # Actnorm needs good means and variances, not every row.
-            order = permutation(len(train), options.seed, 0)[: max(256, 8 * rows_at_once(train.x))]
-            some = train[order.to(train.x.device)]
+            count = min(len(train), max(256, 8 * rows_at_once(train.x)))
+            order = permutation(len(train), options.seed, 0)[:count].to(train.x.device)
+            if train.weights is not None:
+                # As often as they count; and a few as they are, so that no column becomes constant.
+                often = order[torch.multinomial(train.weights[order], count, replacement=True)]
+                order = torch.cat([often, order[: max(2, count // 100)]])
+            some = train[order]
             flow.initialise(some.values(flow.base.anchor), some.context)
         flow.train()
         kind = Trainer

@@ -272,7 +272,8 @@ class Quantiles(Transform):
 
     They are taken at the probabilities ``(k + 1/2) / knots``, and are fixed from then on. Between two knots ``f`` is a
     rational quadratic spline (Gregory & Delbourgo 1982), whose slope at a knot is the geometric mean of those on both
-    sides; beyond the outer ones it is a line with the mean slope since the median. Repeated values share a knot.
+    sides; beyond the outer ones it is a line with the mean slope since the median. Repeated values share a knot. If the
+    Gaussian of ``z`` is less likely than that of ``x``, as with clusters on a line, all ``f_i`` are standardisations.
 
     >>> t, x = Quantiles(1, knots=32), torch.randn(2000, 1).exp()
     >>> z = t.initialise(x).sort(0).values
@@ -298,7 +299,8 @@ class Quantiles(Transform):
         """The other side of ``f``, and the logarithm of its slope there."""
         gaps, chords = self.gaps.exp(), self.slopes.exp()
         steps = gaps * chords[:, 1:-1]
-        places, values = (c[:, None] + pad(d.cumsum(1), (1, 0)) for c, d in zip(self.first, (gaps, steps), strict=True))
+        starts = zip(self.first, (gaps, steps), strict=True)
+        places, values = (first[:, None] + pad(d.cumsum(1), (1, 0)) for first, d in starts)
         ends = [self.slopes[:, :1], 0.5 * (self.slopes[:, 1:-2] + self.slopes[:, 2:-1]), self.slopes[:, -1:]]
         tangents = torch.cat(ends, 1).exp()
         knots = values if inverse else places
@@ -340,7 +342,7 @@ class Quantiles(Transform):
     @torch.no_grad()
     def initialise(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         features, knots = len(self.gaps), self.gaps.shape[1] + 1
-        _, deviation = moments(x, (features,), "Quantiles")
+        mean, deviation = moments(x, (features,), "Quantiles")
         p = (torch.arange(knots, dtype=torch.float64, device=x.device) + 0.5) / knots
         normal = torch.special.ndtri(p)
         for i, (column, width) in enumerate(zip(x.double().mT, deviation.double(), strict=True)):
@@ -358,7 +360,28 @@ class Quantiles(Transform):
             self.first[:, i] = torch.stack([places[0], values[0]])
             self.gaps[i] = torch.cat([gaps, width.log().expand(rest)])
             self.slopes[i] = torch.cat([outer[:1], lines, outer[1:].expand(rest + 1)])
+        if not self._useful(x, deviation):
+            self.first.copy_(torch.stack([mean, torch.zeros_like(mean)]))
+            self.gaps.zero_()
+            self.slopes.copy_(-deviation.log()[:, None].expand(-1, knots + 1))
         return self.forward(x)[0]
+
+    def _useful(self, x: Tensor, deviation: Tensor) -> bool:
+        """Whether the bends make the Gaussian behind them more likely, by more than the number of their knots.
+
+        The mean of ``log p`` under the Gaussian of ``z`` is, up to a constant, ``sum_i mean(log f_i') - log std(z_i)``,
+        less half the logarithm of the determinant of its correlations. By Akaike's criterion a knot costs ``1 / n``.
+        """
+        n, d = x.shape
+        z, slopes = self.log_slopes(x)
+
+        def scatter(z: Tensor) -> Tensor:
+            weight = 1 - max((d / (n + d)) ** 2, 1e-6)  # as in `Whiten`
+            correlations = torch.corrcoef(z.double().mT).reshape(d, d) * weight
+            return 0.5 * torch.linalg.slogdet(correlations.fill_diagonal_(1))[1]
+
+        bent = (slopes.mean(0) - z.std(0).log() + deviation.log()).sum() - scatter(z)
+        return bool(bent - self.gaps.numel() / n > -scatter(x))
 
     def extra_repr(self) -> str:
         return f"{len(self.gaps)}, knots={self.gaps.shape[1] + 1}"
