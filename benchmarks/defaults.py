@@ -43,6 +43,9 @@ _LONG: dict[str, Any] = {"patience": 20, "learning_rate": 5e-3, "batch_size": 51
 MANY: dict[str, Callable[[Split, float, int], Found]] = {
     "conditioned": settings(_MANY, **_LONG),
     "no knots": settings(_MANY | {"knots": 0}, **_LONG),
+    "LU, rate 1e-2, decay 0.3": settings(
+        _MANY | {"mixing": "lu"}, **_LONG | {"learning_rate": 1e-2, "weight_decay": 0.3}
+    ),
     "64 knots": settings(_MANY | {"knots": 64}, **_LONG),
     "1024 knots": settings(_MANY | {"knots": 1024}, **_LONG),
     "8 blocks": settings(_MANY | {"blocks": 8}, **_LONG),
@@ -95,6 +98,14 @@ FEW: dict[str, Callable[[Split, float, int], Found]] = {
     "plain, 4 x (16, 16)": settings({"blocks": 4, "hidden": (16, 16), "start": 0.01, "knots": 8}, **_SHORT),
     "rate 2e-3, decay 25": settings(_FEW, **_SLOW),
     "rate 1e-2, decay 5": settings(_FEW, **_SHORT | {"learning_rate": 1e-2, "weight_decay": 5.0}),
+    "LU, rate 1e-2, decay 5": settings(
+        _FEW | {"mixing": "lu"}, **_SHORT | {"learning_rate": 1e-2, "weight_decay": 5.0}
+    ),
+    "LU, rate 1e-2, decay 5, 4 blocks, Student": settings(
+        _FEW | {"mixing": "lu", "blocks": 4, "base": "student"},
+        **_SHORT | {"learning_rate": 1e-2, "weight_decay": 5.0},
+    ),
+    "default": quar,
     "to the end": settings(_FEW, **_SHORT | {"patience": None}),
     "longer": settings(_FEW, **_SHORT | {"max_steps": 2000, "patience": 100}),
     "looks every 50": settings(_FEW, **_SHORT | {"evaluate_every": 50, "patience": 10}),

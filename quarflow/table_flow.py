@@ -344,9 +344,10 @@ def defaults(rows: int, columns: int) -> dict[str, Any]:
     if rows >= FEW:
         return {"table": {"knots": min(256, rows // 8)}, "model": model, "fit": fit}
     # A flow that starts near the Gaussian of normal scores, and is drawn back to it.
-    model = {"block": "conditioned", "blocks": 2, "hidden": (8,), "conditioner": (32,), "start": 0.01}
-    fit |= {"max_steps": max(60, min(600, 4 * rows)), "validation": 0.2 if rows >= VALIDATED else 0.0, "evaluate_every": 10}
-    return {"table": {"knots": 8}, "model": model, "fit": fit | {"weight_decay": 10.0}}
+    model = {"block": "conditioned", "blocks": 2, "hidden": (8,), "conditioner": (32,), "mixing": "lu", "start": 0.01}
+    fit |= {"max_steps": max(60, min(600, 2 * rows)), "validation": 0.2 if rows >= VALIDATED else 0.0}
+    fit |= {"evaluate_every": 10, "patience": 15, "learning_rate": 1e-2, "weight_decay": 5.0}
+    return {"table": {"knots": 8}, "model": model, "fit": fit}
 
 
 def fit_table(
