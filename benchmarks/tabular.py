@@ -321,7 +321,6 @@ POWER: dict[str, dict[str, Any]] = {
     "plain, network bound": _PLAIN | {"lipschitz": "network"},
     "plain, LU": _PLAIN | {"mixing": "lu"},
 }
-LOOKS = 20  # at the validation rows, in a run
 
 
 class OutOfTime(Exception):
@@ -349,12 +348,13 @@ def train_power(data: Split, options: argparse.Namespace, state: Path) -> dict[G
         trainer.started = time.monotonic()
         if (path := state / f"{name}.training").exists():
             trainer.read(path)
-    began, looks = time.monotonic(), {trainer: int(LOOKS * trainer.progress()) for trainer in trainers}
+    began = time.monotonic()
+    looks = {trainer: int(options.looks * trainer.progress()) for trainer in trainers}
 
     def watch() -> None:
         over = options.steps is not None and time.monotonic() - began > 60 * options.minutes
         for trainer, name in trainers.items():
-            look = int(LOOKS * trainer.progress())
+            look = int(options.looks * trainer.progress())
             if trainer.history.stopped is None and (over or look > looks[trainer]):
                 looks[trainer] = look
                 with trainer.queued():
@@ -436,6 +436,7 @@ def arguments_of(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variants", nargs="+", choices=list(POWER), default=list(POWER))
     parser.add_argument("--steps", type=int, help="of --power; without them it takes --minutes, decay of rate and all")
     parser.add_argument("--batch", type=int, default=4096, help="rows of a step of --power")
+    parser.add_argument("--looks", type=int, default=20, help="at the validation rows, in a run of --power")
     parser.add_argument("--rate", type=float, default=2e-3, help="learning rate of --power")
 
 

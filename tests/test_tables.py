@@ -15,6 +15,7 @@ import quarflow as qf
 from quarflow.checkpoint import CheckpointError
 from quarflow.table_flow import Labels, defaults, fit_table
 from quarflow.tables import Schema, as_table
+from quarflow.training import History
 from quarflow.transforms import Quantiles
 
 RNG = np.random.default_rng(0)
@@ -298,7 +299,12 @@ def test_rows_to_validate_on_may_be_a_table():
 
 def test_time_alone_leaves_the_steps_of_few_rows(monkeypatch):
     asked = []
-    monkeypatch.setattr("quarflow.table_flow.fit", lambda *rows, **options: asked.append(options["max_steps"]))
+
+    def fit(*rows, **options):
+        asked.append(options["max_steps"])
+        return History()
+
+    monkeypatch.setattr("quarflow.table_flow.fit", fit)
     for rows, max_steps in itertools.product((100, 1000), (None, 7)):
         fit_table({"a": RNG.normal(size=rows)}, max_seconds=1.0, max_steps=max_steps)
     assert asked == [defaults(100, 1)["fit"]["max_steps"], 7, None, 7]
