@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,9 +27,9 @@ except ImportError as error:
 class FlowDensity(OutlierMixin, BaseEstimator):
     """The density of the rows of a table, by a flow; of some columns given others, with ``context``.
 
-    A table is a DataFrame or an array. Text and truth values are categories, whole numbers are integers, whatever
-    their dtype; `quarflow.tables` says what becomes of each kind of column. Densities are in the units of the table:
-    per unit of each number, probabilities of whole numbers and categories.
+    A table is a DataFrame, of pandas or polars, or an array. Text and truth values are categories, whole numbers are
+    integers, whatever their dtype; `quarflow.tables` says what becomes of each kind of column. Densities are in the
+    units of the table: per unit of each number, probabilities of whole numbers and categories.
 
     Args:
         model: the flow of the numbers: a name in `quarflow.models`, such as ``"quar"`` or ``"maf"``, a function that
@@ -146,7 +147,8 @@ class FlowDensity(OutlierMixin, BaseEstimator):
         return np.where(self.decision_function(X) < 0, -1, 1)
 
     def sample(self, n_samples: int = 1, context: Any = None, random_state: Any = None) -> Any:
-        """``n_samples`` rows with the columns of the table of `fit`: a DataFrame if that was one, else an array.
+        """``n_samples`` rows with the columns of the table of `fit`: a DataFrame, of the same library, if that was one,
+        else an array.
 
         Args:
             context: a table with the columns that are given, of one row for all or ``n_samples`` rows.
@@ -165,14 +167,15 @@ class FlowDensity(OutlierMixin, BaseEstimator):
                 table[column.name] = np.full(n_samples, np.nan)  # dropped by choice: nothing is known of it
         table = {column.name: table[column.name] for column in self.schema_.columns}
         if hasattr(self, "feature_names_in_"):
-            import pandas
-
-            return pandas.DataFrame(table)
+            # Lists: a column of objects is one of text or truth values, whatever the library.
+            return importlib.import_module(self._library).DataFrame({k: v.tolist() for k, v in table.items()})
         return np.stack(list(table.values()), axis=1)
 
     def _table(self, X: Any, reset: bool) -> Table:
         if hasattr(X, "columns"):
             validate_data(self, X, reset=reset, skip_check_array=True)
+            if reset:
+                self._library = "polars" if type(X).__module__.startswith("polars") else "pandas"
             if len(X) == 0 or len(X.columns) == 0:
                 raise ValueError(f"X: expected rows and columns; got a table of shape {X.shape}.")
             return as_table(X)

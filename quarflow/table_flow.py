@@ -221,16 +221,27 @@ class TableFlow(Flow):
         return u, ladj - self.log_unit, known
 
     def varying(self, x: Tensor) -> Tensor:
-        """``x`` with other numbers where a column may be constant: in labels and whole numbers."""
+        """``x`` with other numbers where a column may be constant: in labels and whole numbers. Others are named."""
+        self._check_varying(x)
         free = torch.cat([self.widths == 0, self.widths.new_zeros(len(self.schema.labels), dtype=torch.bool)])
         return torch.where(free, x, torch.arange(len(x)).to(x)[:, None])
 
     def initialise(self, x: Tensor, context: Tensor | None = None) -> Flow:
         check_tensor("x", x, tuple(self.event_shape), self.base.anchor)
+        self._check_varying(x)
         numbers, codes, known = self._parts(x, self._context_rows(context, x.shape[:1]))
         self.labels.initialise(codes)
         self.transform.initialise(self._noisy(numbers), known)
         return self
+
+    def _check_varying(self, x: Tensor) -> None:
+        for i, column in enumerate(self.schema.numbers):
+            if not column.step and bool((x[:, i] == x[0, i]).all()):
+                raise ValueError(
+                    f"column {column.name!r}: expected numbers that vary; got one value in each of {len(x)} rows drawn "
+                    f"to learn from, and few others in the table. Leave it out, columns={{{column.name!r}: 'drop'}}, "
+                    "declare it 'category', or give the step of its values."
+                )
 
     def diagnose(self, x: Tensor, context: Tensor | None = None) -> str:
         numbers, _, known = self._parts(x, context)

@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pandas as pd
+import polars as pl
 import pytest
 from sklearn.base import clone
 from sklearn.datasets import load_iris
@@ -126,6 +127,21 @@ def test_data_frames_keep_their_columns():
         model.score_samples(table[["colour", "size", "count", "year"]])
     with pytest.raises(ValueError, match="'size' \\(1 of 80 rows, first in row 3"):
         model.score_samples(table.assign(size=table["size"].where(table.index != 3)))
+
+
+def test_frames_of_polars_need_no_pandas(monkeypatch):
+    table = frame()
+    other = pl.DataFrame({name: table[name].tolist() for name in table})
+    model, same = (FlowDensity(context=["year"], **QUICK).fit(t) for t in (table, other))
+    assert (same.score_samples(other) == model.score_samples(table)).all()
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    draws = same.sample(6, context=pl.DataFrame({"year": [2001]}))
+    assert isinstance(draws, pl.DataFrame)
+    assert draws.columns == other.columns
+    assert draws["colour"].dtype == pl.String
+    assert np.isfinite(same.score_samples(draws)).all()
+    with pytest.raises(ValueError, match="'size' \\(1 of 80 rows, first in row 3"):
+        same.score_samples(other.with_columns(size=pl.Series([None if i == 3 else 0.5 for i in range(80)])))
 
 
 def test_columns_of_arrays_go_by_number():

@@ -207,6 +207,17 @@ def test_an_atom_is_pointed_out():
     Schema.of(as_table({"a": values, "b": RNG.normal(size=40)}), context=["a"])
 
 
+def test_a_nearly_constant_column_is_named():
+    table = as_table({"a": RNG.normal(size=30), "flat": np.where(np.arange(30) == 3, 2.25, 1.5)})
+    with pytest.warns(UserWarning, match="'flat': one value"):
+        flow = qf.models.table(Schema.of(table), blocks=1, hidden=(4,))
+    # The row that differs is held out for validation, or not among those that layers start from.
+    x = flow.schema.encode(table).x[np.arange(30) != 3]
+    for learn in (lambda: qf.fit(flow, x, max_steps=1), lambda: flow.initialise(torch.as_tensor(x).float())):
+        with pytest.raises(ValueError, match=r"column 'flat': expected numbers that vary; .* in each of \d+ rows"):
+            learn()
+
+
 def test_what_columns_are_found_to_be():
     frame = pd.DataFrame(
         {
