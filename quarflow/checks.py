@@ -79,8 +79,10 @@ def is_traced(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def check_tensor(name: str, x: object, event_shape: tuple[int, ...], like: Tensor) -> None:
+def check_tensor(name: str, x: object, event_shape: tuple[int, ...], like: Tensor, gaps: bool = False) -> None:
     """``x`` must be a finite floating tensor (..., *event_shape), with the dtype and device of ``like``.
+
+    With ``gaps`` it may hold NaN, for values that are missing.
 
     >>> check_tensor("x", torch.zeros(4, 3), (2,), torch.zeros(1))
     Traceback (most recent call last):
@@ -103,7 +105,7 @@ def check_tensor(name: str, x: object, event_shape: tuple[int, ...], like: Tenso
         )
     if x.device != like.device:
         raise ValueError(f"{name}: expected device {like.device}, that of the flow; got {x.device}. Use .to(device).")
-    check_finite(name, x, len(event_shape))
+    check_finite(name, torch.where(x.isnan(), 0, x) if gaps else x, len(event_shape))
 
 
 def check_finite(name: str, x: Tensor, event_dims: int = 1) -> None:

@@ -210,6 +210,13 @@ def _table1(options: dict[str, Any], out: Path, fresh: bool) -> None:
         typer.echo(path)
 
 
+class Missing(StrEnum):
+    """See `quarflow.tables.MISSING`."""
+
+    error = "error"
+    marginal = "marginal"
+
+
 class Precision(StrEnum):
     """See `quarflow.precision`."""
 
@@ -345,7 +352,8 @@ def sample(
         typer.Option(
             "--given",
             metavar="COLUMN=VALUE",
-            help="What is given, of a table, once for each column; of images with classes: class=3.",
+            help="What is given, of a table: columns of the context, and of a model in one order any first ones; once "
+            "for each column. Of images with classes: class=3.",
         ),
     ] = None,
     complete: Annotated[
@@ -421,6 +429,18 @@ def fit_command(
         list[str] | None,
         typer.Option(metavar="COLUMN=LOW:HIGH", help="Of a column; either side may be left out; may be repeated."),
     ] = None,
+    first: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COLUMN,...",
+            help="One order of all columns, these first: for densities of the first ones, and of others given them.",
+            show_default="no one order",
+        ),
+    ] = None,
+    missing: Annotated[
+        Missing,
+        typer.Option(help="marginal: rows may lack values, of the columns that come last in the order of the model."),
+    ] = Missing.error,
     model: Annotated[str, typer.Option(help="The flow of the numbers, by its name in quarflow.models.")] = "quar",
     set_: Annotated[
         list[str] | None,
@@ -451,6 +471,8 @@ def fit_command(
                 context=_names(context),
                 columns=_pairs("column", column),
                 bounds=_pairs("bounds", bounds),
+                first=None if first is None else _names(first),
+                missing=missing.value,
                 model=model,
                 model_options=_pairs("set", set_),
                 max_steps=max_steps,
@@ -464,6 +486,8 @@ def fit_command(
         raise typer.Exit(INTERRUPTED if found["stopped"] == "interrupted" else 0)
     for name, words in found["columns"].items():
         typer.echo(f"{name}: {words}")
+    if found["order"]:
+        typer.echo(f"in this order: {', '.join(found['order'])}")
     nats = "" if found["validation_nats"] is None else f", {found['validation_nats']:.3f} nats on rows held out"
     typer.echo(f"{found['rows']} of {found['rows_in_file']} rows, {found['steps']} steps{nats}\n{out}")
     if found["stopped"] == "interrupted":
@@ -481,6 +505,17 @@ def score(
             "--out", "-o", dir_okay=False, help="CSV (also .csv.gz) or Parquet.", show_default="standard output"
         ),
     ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COLUMN,...",
+            help="The density of these alone, the first ones of the model's order.",
+            show_default="all",
+        ),
+    ] = None,
+    given: Annotated[
+        str, typer.Option(metavar="COLUMN,...", help="The density given these, which come before them in the order.")
+    ] = "",
     json_: Annotated[
         bool, typer.Option("--json", help="The summary as JSON; without OUT nothing but the summary.")
     ] = False,
@@ -495,7 +530,13 @@ def score(
 
     with _errors(), _plain_warnings(), terminable():
         try:
-            found = table_runs.score(_table_model(model), data, None if json_ and out is None else str(out or "-"))
+            found = table_runs.score(
+                _table_model(model),
+                data,
+                None if json_ and out is None else str(out or "-"),
+                columns=None if columns is None else _names(columns),
+                given=_names(given),
+            )
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
     if json_:

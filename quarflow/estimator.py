@@ -41,6 +41,11 @@ class FlowDensity(OutlierMixin, BaseEstimator):
             ``"integer"``, the step of rounded values, ``"category"`` or ``"drop"``.
         bounds: by column, ``(low, high)``, with None for a side without; or ``"found"``, for a column or for all.
         tails: whether columns are taken to have heavy tails: True, False, or ``"auto"`` to find out.
+        first: columns (names or numbers) that come first in a model whose columns keep one order: then there are the
+            density of the first ones, and densities and draws of the others given them. None: no one order, which
+            usually fits better.
+        missing: ``"error"``, or ``"marginal"`` for rows that may lack values: the columns then keep one order, those
+            with the fewest gaps first, and what is missing behind the others is integrated out.
         contamination: the part of the training rows that `predict` calls outliers, in (0, 0.5].
         max_steps, max_seconds: of the training; None for what follows from the number of rows.
         fit_options: more options of `quarflow.fit`, such as ``{"learning_rate": 3e-3}``.
@@ -71,6 +76,8 @@ class FlowDensity(OutlierMixin, BaseEstimator):
         columns: Mapping[Any, object] | None = None,
         bounds: Mapping[Any, object] | str | None = None,
         tails: bool | str = "auto",
+        first: Sequence[str | int] | None = None,
+        missing: str = "error",
         contamination: float = 0.1,
         max_steps: int | None = None,
         max_seconds: float | None = None,
@@ -84,6 +91,8 @@ class FlowDensity(OutlierMixin, BaseEstimator):
         self.columns = columns
         self.bounds = bounds
         self.tails = tails
+        self.first = first
+        self.missing = missing
         self.contamination = contamination
         self.max_steps = max_steps
         self.max_seconds = max_seconds
@@ -103,15 +112,16 @@ class FlowDensity(OutlierMixin, BaseEstimator):
                 raise ValueError("sample_weight: expected a weight above zero; got all sample weights zero.")
         table, weights = counted(table, weights)
         names = list(table)
-        context = [self.context] if isinstance(self.context, str | int) else self.context or ()
         self.flow_, self.history_ = fit_table(
             table,
             model=self.model,
             model_options=self.model_options,
-            context=self._named(dict.fromkeys(context), names, "context"),
+            context=self._list(self.context, names, "context"),
             columns=self._named(self.columns, names, "columns"),
             bounds=self.bounds if isinstance(self.bounds, str) else self._named(self.bounds, names, "bounds"),
             tails=self.tails,
+            first=None if self.first is None else self._list(self.first, names, "first"),
+            missing=self.missing,
             weights=weights,
             max_steps=self.max_steps,
             max_seconds=self.max_seconds,
@@ -129,10 +139,21 @@ class FlowDensity(OutlierMixin, BaseEstimator):
         self.offset_ = float(scores[order[[max(place - 1, 0), place]]].mean())
         return self
 
-    def score_samples(self, X: Any) -> np.ndarray:
-        """``log p`` of each row in nats, (n,); minus infinity, with a warning, where the schema allows no such row."""
+    def score_samples(
+        self, X: Any, *, columns: Sequence[str | int] | None = None, given: Sequence[str | int] = ()
+    ) -> np.ndarray:
+        """``log p`` of each row in nats, (n,); minus infinity, with a warning, where the schema allows no such row.
+
+        With ``columns``, ``log p(columns | given)``: those ``given``, and then the ``columns``, have to be the first in
+        ``schema_.order``; see ``first``.
+        """
         check_is_fitted(self)
-        return self.flow_.score(self._table(X, reset=False))
+        names = [c.name for c in self.schema_.columns]
+        return self.flow_.score(
+            self._table(X, reset=False),
+            columns=None if columns is None else self._list(columns, names, "columns"),
+            given=self._list(given, names, "given"),
+        )
 
     def score(self, X: Any, y: Any = None, sample_weight: Any = None) -> float:
         """The mean of `score_samples`."""
@@ -151,12 +172,15 @@ class FlowDensity(OutlierMixin, BaseEstimator):
         else an array.
 
         Args:
-            context: a table with the columns that are given, of one row for all or ``n_samples`` rows.
+            context: a table with the columns that are given, of one row for all or ``n_samples`` rows; with ``first``,
+                it may have first columns of ``schema_.order`` too.
             random_state: in place of that of the estimator.
         """
         check_is_fitted(self)
         check_count("n_samples", n_samples)
         given = None
+        if isinstance(context, Mapping):
+            context = self._named(context, [c.name for c in self.schema_.columns], "context")
         if context is not None:
             given = as_table(context, None if hasattr(context, "columns") else [c.name for c in self.schema_.given])
         state = check_random_state(self.random_state if random_state is None else random_state)
@@ -181,6 +205,15 @@ class FlowDensity(OutlierMixin, BaseEstimator):
             return as_table(X)
         X = validate_data(self, X, reset=reset, dtype=None, ensure_all_finite=False)
         return as_table(X, None if reset else [c.name for c in self.schema_.columns])
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = self.missing == "marginal"
+        return tags
+
+    def _list(self, columns: str | int | Sequence[str | int] | None, names: list[str], option: str) -> list[str]:
+        columns = [columns] if isinstance(columns, str | int) else columns or ()
+        return list(self._named(dict.fromkeys(columns), names, option))
 
     def _named(self, options: Mapping[Any, object] | None, names: list[str], option: str) -> dict[str, Any]:
         """By the names of columns what is given by their names or numbers."""

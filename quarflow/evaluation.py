@@ -72,8 +72,12 @@ def rows_at_once(x: Tensor, elements: int = 2**18) -> int:
     return max(1, min(4096, elements // max(1, prod(x.shape[1:]))))
 
 
-def as_data(flow: Flow, x: object, context: object = None) -> tuple[Tensor, Tensor | None]:
+def as_data(
+    flow: Flow, x: object, context: object = None, gaps: bool | None = None
+) -> tuple[Tensor, Tensor | None]:
     """``x`` (n, *event) and ``context`` (n, features), checked, with the dtype and device of ``flow``.
+
+    ``gaps`` says whether ``x`` may hold NaN, for missing values; None: whether ``flow`` takes them.
 
     >>> import quarflow as qf
     >>> as_data(qf.models.quar(features=2, blocks=1, hidden=(4,)), [[1.0, 2.0]])
@@ -85,7 +89,7 @@ def as_data(flow: Flow, x: object, context: object = None) -> tuple[Tensor, Tens
         check_images(flow, rows)
         rows = rows.to(like.device)
     else:
-        rows = as_rows("x", rows, tuple(flow.event_shape), like)
+        rows = as_rows("x", rows, tuple(flow.event_shape), like, flow.gaps if gaps is None else gaps)
     if context is None or flow.context_features == 0:
         check_context(context, flow.context_features, like)
         return rows, None
@@ -95,8 +99,10 @@ def as_data(flow: Flow, x: object, context: object = None) -> tuple[Tensor, Tens
     return rows, conditions
 
 
-def as_rows(name: str, data: object, event_shape: tuple[int, ...], like: Tensor) -> Tensor:
+def as_rows(name: str, data: object, event_shape: tuple[int, ...], like: Tensor, gaps: bool = False) -> Tensor:
     """A tensor or array as a finite floating tensor (n, *event_shape) with the dtype and device of ``like``.
+
+    With ``gaps`` it may hold NaN, for values that are missing.
 
     >>> as_rows("x", [[1, 2]], (2,), torch.zeros(1))
     Traceback (most recent call last):
@@ -105,7 +111,7 @@ def as_rows(name: str, data: object, event_shape: tuple[int, ...], like: Tensor)
     data = as_tensor(name, data)
     if data.is_floating_point():
         data = data.detach().to(like.device, like.dtype)
-    check_tensor(name, data, event_shape, like)
+    check_tensor(name, data, event_shape, like, gaps)
     if data.ndim != 1 + len(event_shape):
         raise ValueError(
             f"{name}: expected shape (n, {', '.join(map(str, event_shape))}); got {tuple(data.shape)}. "

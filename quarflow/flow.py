@@ -44,6 +44,8 @@ class Flow(nn.Module):
         self.config: ModelConfig | None = None
         self.notes: dict[str, Any] = {}  # JSON of how it was fitted; goes into its file
 
+    gaps: bool = False  # whether `log_prob` takes rows with NaN, for values that are missing
+
     @property
     def exact(self) -> bool:
         """Whether ``log_prob`` is exact, not an estimate."""
@@ -73,7 +75,7 @@ class Flow(nn.Module):
         One context row goes with all data, or as many rows as there are data points. Where the flow is not
         `exact` this is an estimate, drawn from ``generator`` or else from torch's global one.
         """
-        check_tensor("x", x, tuple(self.event_shape), self.base.anchor)
+        check_tensor("x", x, tuple(self.event_shape), self.base.anchor, self.gaps)
         batch = x.shape[: x.ndim - len(self.event_shape)]
         rows = x.reshape(-1, *self.event_shape)
         c = self._context_rows(context, batch)

@@ -467,6 +467,7 @@ class TableConfig(ModelConfig):
     label_hidden: int = 32  # units of the networks of the categories
     points: int = 8  # at which the density is taken in a cell of whole numbers
     knots: int = 0  # of the quantiles that make each column normal before the flow
+    missing: str = "error"  # or "marginal": rows may lack the last columns of the order
 
     def assemble(self) -> Flow:
         from quarflow.table_flow import TableFlow
@@ -477,11 +478,17 @@ class TableConfig(ModelConfig):
         inner = Flow(Chain([]), base("normal", (0,)), known)  # of a table without numbers
         if schema.numbers:
             inner = from_dict({**self.flow, "features": len(schema.numbers), "context": known}).build()
-        return TableFlow(schema, inner, self.label_hidden, self.points, self.knots)
+        return TableFlow(schema, inner, self.label_hidden, self.points, self.knots, self.missing)
 
 
 def table(
-    schema: Schema, model: str = "quar", label_hidden: int = 32, points: int = 8, knots: int = 0, **options: Any
+    schema: Schema,
+    model: str = "quar",
+    label_hidden: int = 32,
+    points: int = 8,
+    knots: int = 0,
+    missing: str = "error",
+    **options: Any,
 ) -> TableFlow:
     """A flow of the rows of a table: numbers, whole numbers, categories and context; see `quarflow.tables`.
 
@@ -491,6 +498,8 @@ def table(
         label_hidden: units of the networks of the categories.
         points: at which the density is taken in a cell of whole numbers.
         knots: of `quarflow.transforms.Quantiles`, which make each column normal before the flow; 0 for none.
+        missing: ``"marginal"`` if rows may lack values, the last ones in the order of the model, which are integrated
+            out: with ``mixing=None`` alone.
         **options: those of the model.
 
     >>> from quarflow.tables import Schema, as_table
@@ -498,7 +507,7 @@ def table(
     >>> table(Schema.of(rows), blocks=1, hidden=(4,)).event_shape
     torch.Size([2])
     """
-    flow = TableConfig(schema.to_json(), {"model": model, **options}, label_hidden, points, knots).build()
+    flow = TableConfig(schema.to_json(), {"model": model, **options}, label_hidden, points, knots, missing).build()
     return cast("TableFlow", flow)
 
 

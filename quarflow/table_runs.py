@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +50,7 @@ def fit(
         "rows": len(kept),
         "rows_in_file": count,
         "columns": {c.name: c.in_words for c in flow.schema.columns},
+        "order": flow.schema.order if flow.in_one_order else None,
         "steps": history.steps[-1] if history.steps else 0,
         "stopped": history.stopped,
         "validation_nats": history.best_validation,
@@ -58,18 +59,30 @@ def fit(
     }
 
 
-def score(flow: TableFlow, data: str, out: str | None, workers: int | None = None) -> dict[str, Any]:
+def score(
+    flow: TableFlow,
+    data: str,
+    out: str | None,
+    workers: int | None = None,
+    columns: Sequence[str] | None = None,
+    given: Sequence[str] = (),
+) -> dict[str, Any]:
     """The log-density of each row of a file, into the column ``log_prob`` of another, on all cores; a summary.
 
-    At any time a few parts of the file are in memory, in the order of the file.
+    With ``columns``, of these alone, and given others: see `TableFlow.score`. At any time a few parts of the file are
+    in memory, in the order of the file.
     """
     workers = workers or len(os.sched_getaffinity(0))
     threads = torch.get_num_threads()
     total, squares, rows, impossible = 0.0, 0.0, 0, 0
     first: float | None = None  # what sums are taken about, so that few digits are lost
 
+    asked = {*columns, *given, *(c.name for c in flow.schema.given)} if columns is not None else None
+
     def part(batch: Any, first_row: int) -> np.ndarray:
-        return flow.score(to_table(batch, flow.schema, first_row=first_row), first_row)
+        if asked is not None:
+            batch = batch.select([name for name in batch.schema.names if name in asked])
+        return flow.score(to_table(batch, flow.schema, first_row=first_row), first_row, columns=columns, given=given)
 
     def parts(show: Callable[[float], None]) -> Iterator[np.ndarray]:
         waiting: deque[Future[np.ndarray]] = deque()
@@ -111,9 +124,12 @@ def score(flow: TableFlow, data: str, out: str | None, workers: int | None = Non
 
 def sample(flow: TableFlow, out: str, n: int, given: Mapping[str, str], seed: int) -> None:
     """``n`` rows into a file, in parts."""
-    names = {c.name: c for c in flow.schema.given}
-    if set(given) != set(names):
-        raise ValueError(f"given: expected values of {some(names)}; got those of {some(given)}.")
+    order = flow.schema.order
+    names = {c.name: c for c in flow.schema.columns if c.given or c.name in order}
+    needed = [c.name for c in flow.schema.given]
+    if not set(needed) <= set(given) <= set(names):
+        more = f", and of any first ones of {some(order)}" if flow.in_one_order or flow.schema.labels else ""
+        raise ValueError(f"given: expected values of {some(needed)}{more}; got those of {some(given)}.")
     known: Table = {}
     for name, text in given.items():
         found: Any = text if names[name].kind == "category" and isinstance(names[name].values[0], str) else value(text)

@@ -9,12 +9,14 @@ with heavy tails  ``asinh v``                            the same, and the log-d
 whole numbers     ``v`` with uniform noise of one step   log of the mean density over the step around ``x``
 categories        one-hot, as context of the numbers     ``log P(category | categories before it)``: exact
 context           numbers and one-hot, as context        nothing: it is given
+missing           nothing: the last ones of a row        nothing: integrated out, with ``missing="marginal"``
 constant          nothing: dropped                       nothing: the density is that of the other columns
 duplicate         nothing: dropped                       nothing: the same
 ================  =====================================  ======================================================
 
 So ``log p(row) = log P(categories | context) + log p(numbers | categories, context)``, which sums and integrates to one
-over all rows that the schema allows, up to the quadrature over steps.
+over all rows that the schema allows, up to the quadrature over steps. Categories, then numbers, are modelled in the
+order of the table, or in the one that `Schema.of` is asked for: ``Schema.order``.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ Table = dict[str, np.ndarray]
 KINDS = ("number", "category", "constant", "duplicate", "drop")
 HEAVY = 10.0  # robust deviations from the median that make a column one with heavy tails
 ATOM = 0.2  # of the rows with one value: more than a column of numbers should have
+MISSING = ("error", "marginal")  # what becomes of rows with missing values
 EDGE = 1e-6  # of the scale: a value on the edge of its bounds counts as this far inside
 
 
@@ -111,12 +114,14 @@ class Column:
     scale: float = 1.0
     values: tuple[Any, ...] = ()  # the categories, or the constant
     source: str = ""  # what a duplicate is equal to
+    place: int = 0  # categories, and numbers, are modelled in the order of their places, and then of the table
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, KINDS)
         check_choice("support", self.support, SUPPORTS)
         check_positive("scale", self.scale)
-        for value, kind in ((self.name, str), (self.source, str), (self.given, bool), (self.heavy, bool)):
+        types = {"name": str, "source": str, "given": bool, "heavy": bool, "place": int}
+        for value, kind in ((getattr(self, field), kind) for field, kind in types.items()):
             if not isinstance(value, kind):
                 raise ValueError(f"column {self.name!r}: expected {kind.__name__}; got {value!r}.")
         if not (isinstance(self.step, float) and 0 <= self.step < math.inf and math.isfinite(self.location)):
@@ -174,8 +179,8 @@ class Column:
 
 
 class Rows(NamedTuple):
-    """Encoded rows: ``x`` (n, features) and ``context`` (n, context features) as a `TableFlow` takes them, and where
-    the schema gives a row no probability at all (``possible`` is false)."""
+    """Encoded rows: ``x`` (n, features) and ``context`` (n, context features) as a `TableFlow` takes them, with NaN for
+    what is missing, and where the schema gives a row no probability at all (``possible`` is false)."""
 
     x: np.ndarray
     context: np.ndarray | None
@@ -211,6 +216,8 @@ class Schema:
         context: Iterable[str] = (),
         bounds: Mapping[str, object] | str | None = None,
         tails: bool | str = "auto",
+        first: Iterable[str] | None = None,
+        missing: str = "error",
     ) -> Schema:
         """The schema that the rows of a table have, where it is not declared.
 
@@ -223,22 +230,29 @@ class Schema:
                 1 if all values lie there, else 0 if they all lie on one side of it.
             tails: whether columns get the ``asinh`` of heavy tails; ``"auto"``: where a value is more than 10 robust
                 deviations from the median.
+            first: columns that come first in `order`, in this order; categories before numbers.
+            missing: ``"marginal"`` lets rows lack values: of the columns that are not ``first`` those with the fewest
+                missing values then come next.
         """
-        kinds, context = dict(kinds or {}), [context] if isinstance(context, str) else list(context)
+        check_choice("missing", missing, MISSING)
+        kinds, context = dict(kinds or {}), as_list(context)
+        first = as_list(first or ())
         declared = dict.fromkeys(table, "found") if bounds == "found" else bounds or {}
         if not isinstance(declared, Mapping):
             raise ValueError(f"bounds: expected a mapping from columns to (low, high), or 'found'; got {bounds!r}.")
         check_choice("tails", tails, (True, False, "auto"))
-        for option, names in (("columns", kinds), ("context", context), ("bounds", declared)):
+        for option, names in (("columns", kinds), ("context", context), ("bounds", declared), ("first", first)):
             if unknown := [name for name in names if name not in table]:
                 raise ValueError(f"{option}: expected columns of the table, {some(table)}; got {some(unknown)}.")
         if dropped := [name for name in context if kinds.get(name) == "drop"]:
             raise ValueError(f"context: expected columns that are not dropped; got {some(dropped)}.")
+        if out := [name for name in first if name in context or kinds.get(name) == "drop"]:
+            raise ValueError(f"first: expected columns that are modelled, not given or dropped; got {some(out)}.")
         rows = len(next(iter(table.values()), ()))
         if rows < 2:
             raise ValueError(f"table: expected 2 rows or more to learn from; got {rows} sample{'s' * (rows != 1)}.")
         kept = {name: values for name, values in table.items() if kinds.get(name) != "drop"}
-        check_present(kept)
+        check_present(kept, gaps=[name for name in kept if missing == "marginal" and name not in context])
         # A column equal to one that is given is known, so the given ones come first.
         seen: dict[object, str] = {}
         found: dict[str, Column] = {}
@@ -256,17 +270,34 @@ class Schema:
                     f"column {column.name!r}: {column.in_words}: the density is that of the other columns.",
                     stacklevel=3,
                 )
-        return cls(tuple(found.get(name, Column(name, "drop")) for name in table))
+        if first or missing == "marginal":
+            gaps = {name: int(_missing(values).sum()) for name, values in kept.items()}
+            order = sorted(found, key=lambda name: (first.index(name) if name in first else len(first), gaps[name]))
+            found = {name: dataclasses.replace(column, place=order.index(name)) for name, column in found.items()}
+        schema = cls(tuple(found.get(name, Column(name, "drop")) for name in table))
+        asked = [name for name in first if name in schema.order]
+        if asked != schema.order[: len(asked)]:
+            raise ValueError(
+                f"first: expected categories before numbers, and every category before the first number, "
+                f"{some(c.name for c in schema.labels)}; got {some(first)}. Name the categories too, or have them as "
+                "context, or drop them."
+            )
+        return schema
 
     @cached_property
     def numbers(self) -> list[Column]:
-        """Columns that the flow models."""
-        return [c for c in self.columns if c.kind == "number" and not c.given]
+        """Columns that the flow models, in its order."""
+        return sorted((c for c in self.columns if c.kind == "number" and not c.given), key=lambda c: c.place)
 
     @cached_property
     def labels(self) -> list[Column]:
-        """Categories that are modelled."""
-        return [c for c in self.columns if c.kind == "category" and not c.given]
+        """Categories that are modelled, in their order."""
+        return sorted((c for c in self.columns if c.kind == "category" and not c.given), key=lambda c: c.place)
+
+    @property
+    def order(self) -> list[str]:
+        """Names of the columns that are modelled, in the order of the model: categories, then numbers."""
+        return [c.name for c in [*self.labels, *self.numbers]]
 
     @cached_property
     def given(self) -> list[Column]:
@@ -281,21 +312,29 @@ class Schema:
     def __str__(self) -> str:
         return "\n".join(f"{c.name}: {c.in_words}" for c in self.columns)
 
-    def encode(self, table: Table, first_row: int = 0) -> Rows:
+    def encode(self, table: Table, first_row: int = 0, gaps: bool = False, first: int | None = None) -> Rows:
         """Rows as a `TableFlow` takes them. Errors name column and row, counted from ``first_row``.
 
         A category that was not seen and a value outside the bounds have probability zero: they come with a warning.
+        With ``gaps`` the last columns of the `order` may be missing in a row. With ``first`` no more than so many
+        columns of the `order` are looked at: all others are missing.
         """
         used = [*self.numbers, *self.labels]
-        self._check(table, [c for c in self.columns if c.kind != "drop"], first_row)
+        known = set(self.order[:first])
+        dropped = [c for c in self.columns if c.kind in ("constant", "duplicate")] if first is None else []
+        self._check(table, [*self.given, *(c for c in used if c.name in known), *dropped], first_row, gaps)
         rows = len(next(iter(table.values())))
-        x, possible = np.zeros((rows, len(used))), np.ones(rows, dtype=bool)
+        x, possible = np.full((rows, len(used)), math.nan), np.ones(rows, dtype=bool)
         for i, column in enumerate(used):
+            if column.name not in known:
+                continue
             values = table[column.name]
             if column.kind == "category":
-                x[:, i] = _codes(column, values)
+                x[:, i] = np.where(_missing(values), math.nan, _codes(column, values))
                 wrong, what = x[:, i] < 0, "categories that were not in the training table"
                 x[wrong, i] = 0
+            elif values.dtype.kind != "f":
+                continue  # nothing but missing values
             else:
                 _check_steps(column, values, first_row)
                 low, high = column.bounds
@@ -304,12 +343,13 @@ class Schema:
             if wrong.any():
                 self._warn(column, what, wrong, first_row, "They have probability zero.")
                 possible &= ~wrong
-        for column in self.columns:
-            if column.kind in ("constant", "duplicate"):
-                same = table[column.source] if column.kind == "duplicate" else column.values[0]
-                if (wrong := table[column.name] != same).any():
-                    what = f"values that differ from what they were in training ({column.in_words})"
-                    self._warn(column, what, wrong, first_row, "They do not count.")
+        if gaps:
+            self._check_order(x, first_row)
+        for column in dropped:
+            same = table[column.source] if column.kind == "duplicate" else column.values[0]
+            if (wrong := (table[column.name] != same) & ~_missing(table[column.name])).any():
+                what = f"values that differ from what they were in training ({column.in_words})"
+                self._warn(column, what, wrong, first_row, "They do not count.")
         return Rows(x, self.encode_context(table, first_row), possible)
 
     def encode_context(self, table: Table, first_row: int = 0) -> np.ndarray | None:
@@ -338,7 +378,9 @@ class Schema:
         """The table of rows that `encode` would turn into ``x``; columns that were dropped by choice are missing."""
         table = {c.name: given[c.name] for c in self.given} if given else {}
         for i, column in enumerate([*self.numbers, *self.labels]):
-            if column.kind == "number":
+            if given and column.name in given:
+                table[column.name] = given[column.name]
+            elif column.kind == "number":
                 table[column.name] = column.restore(x[:, i])
             else:
                 table[column.name] = _array(column.values)[x[:, i].astype(int)]
@@ -362,15 +404,37 @@ class Schema:
         except (KeyError, TypeError) as error:
             raise ValueError(f"schema: expected the text of Schema.to_json; {error!r}.") from error
 
-    def _check(self, table: Table, columns: list[Column], first_row: int) -> None:
+    def _check_order(self, x: np.ndarray, first_row: int) -> None:
+        """Behind a missing value everything must be missing, in the order of the model."""
+        names, count = self.order, len(self.numbers)
+        here = ~np.isnan(np.concatenate([x[:, count:], x[:, :count]], axis=1))
+        wrong = ~here & np.maximum.accumulate(here[:, ::-1], axis=1)[:, ::-1]
+        if not wrong.any():
+            return
+        found = [
+            f"{name!r} ({int(w.sum())} of {len(w)} rows, first in row {first_row + int(w.argmax())})"
+            for name, w in zip(names, wrong.T, strict=True)
+            if w.any()
+        ]
+        raise ValueError(
+            f"table: expected that behind a missing value all are missing, in the order of the model, {some(names)}; "
+            f"got values behind missing {', '.join(found[:10])}{' and more' * (len(found) > 10)}. Fill or drop these "
+            "rows, drop the columns, or fit with others first; categories, which come before numbers, can have a value "
+            "for what is missing."
+        )
+
+    def _check(self, table: Table, columns: list[Column], first_row: int, gaps: bool = False) -> None:
         if absent := [c.name for c in columns if c.name not in table]:
             raise ValueError(f"table: expected the columns {some(absent)} too; got {some(table)}.")
         rows = len(next(iter(table.values()), ()))
         if rows == 0:
             raise ValueError("table: expected at least one row; got none.")
-        check_present({c.name: table[c.name] for c in columns}, first_row)
+        lacking = [c.name for c in columns if gaps and not c.given]
+        check_present({c.name: table[c.name] for c in columns}, first_row, lacking)
         for column in columns:
             values, text = table[column.name], column.kind == "category"
+            if _missing(values).all():
+                continue
             if column.kind == "number" and values.dtype.kind != "f":
                 raise ValueError(
                     f"column {column.name!r}, row {first_row}: expected numbers, as in training; got {values[0]!r}."
@@ -407,8 +471,12 @@ def fingerprints(rows: Rows) -> np.ndarray:
     return found
 
 
-def check_present(table: Table, first_row: int = 0) -> None:
-    """No missing and no infinite values; the error names columns, counts and the first row.
+def _missing(values: np.ndarray) -> np.ndarray:
+    return np.isnan(values) if values.dtype.kind == "f" else np.array([v is None for v in values], dtype=bool)
+
+
+def check_present(table: Table, first_row: int = 0, gaps: Iterable[str] = ()) -> None:
+    """No infinite values, and no missing ones but in ``gaps``; the error names columns, counts and the first row.
 
     >>> check_present(as_table({"age": [31, None], "size": [1.5, 2.0]}))
     Traceback (most recent call last):
@@ -416,14 +484,16 @@ def check_present(table: Table, first_row: int = 0) -> None:
     """
     bad = {}
     for name, values in table.items():
-        wrong = ~np.isfinite(values) if values.dtype.kind == "f" else np.array([v is None for v in values], dtype=bool)
+        lacks = np.zeros(len(values), dtype=bool) if name in gaps else _missing(values)
+        wrong = lacks | np.isinf(values) if values.dtype.kind == "f" else lacks
         if wrong.any():
             first = first_row + int(wrong.argmax())
             bad[name] = f"{name!r} ({int(wrong.sum())} of {len(values)} rows, first in row {first})"
     if bad:
         raise ValueError(
             f"table: expected no missing values (NaN) and no inf; got {', '.join(list(bad.values())[:10])}"
-            f"{' and more' * (len(bad) > 10)}. Fill or drop these rows, or drop the column."
+            f"{' and more' * (len(bad) > 10)}. Fill or drop these rows, drop the column, or, for missing values, fit "
+            "with missing='marginal'."
         )
 
 
@@ -440,6 +510,9 @@ def _column(name: str, values: np.ndarray, kind: object, given: bool, bounds: ob
     step = float(kind) if isinstance(kind, numbers.Real) and not isinstance(kind, bool) else 0.0
     if kind is not None and not step > 0:
         check_choice(f"columns: {name!r}", kind, ("number", "integer", "category", "drop", "a step > 0"))
+    full, values = values, values[~_missing(values)]
+    if len(values) == 0:
+        raise ValueError(f"column {name!r}: expected values; all {len(full)} are missing. Leave it out: 'drop'.")
     numeric = values.dtype.kind == "f"
     distinct = np.unique(values) if numeric else _array(sorted(set(values.tolist()), key=lambda v: (str(type(v)), v)))
     if len(distinct) == 1:
@@ -467,8 +540,8 @@ def _column(name: str, values: np.ndarray, kind: object, given: bool, bounds: ob
     support = edges.get((low > -math.inf, high < math.inf), "line")
     if support != "line":
         if (values < low).any() or (values > high).any():
-            row = int(((values < low) | (values > high)).argmax())
-            raise ValueError(f"bounds: expected {name!r} within {low:g} to {high:g}; got {values[row]:g} in row {row}.")
+            row = int(((full < low) | (full > high)).argmax())
+            raise ValueError(f"bounds: expected {name!r} within {low:g} to {high:g}; got {full[row]:g} in row {row}.")
         for edge in (low, high):
             if step and math.isfinite(edge) and abs(edge / step - round(edge / step)) > 1e-3:
                 raise ValueError(f"bounds: expected a multiple of {step:g}, the step of {name!r}; got {edge:g}.")
@@ -478,7 +551,7 @@ def _column(name: str, values: np.ndarray, kind: object, given: bool, bounds: ob
         tails is True or (tails == "auto" and float(np.abs(distinct[[0, -1]] - middle).max()) > HEAVY * spread)
     )
     column = Column(name, "number", given, step, support, heavy, float(middle), float(spread))
-    _check_steps(column, values, 0)
+    _check_steps(column, full, 0)
     most = int(np.unique(values, return_counts=True)[1].max())
     if not (step or given) and most >= ATOM * len(values) and len(values) >= 20:
         warnings.warn(
@@ -543,6 +616,11 @@ def _array(values: Sequence[Any]) -> np.ndarray:
     out = np.empty(len(values), dtype=object)
     out[:] = values
     return out
+
+
+def as_list(names: Iterable[str]) -> list[str]:
+    """Names, or a single one, each once."""
+    return [names] if isinstance(names, str) else list(dict.fromkeys(names))
 
 
 def some(names: Iterable[object]) -> str:

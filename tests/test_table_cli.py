@@ -93,6 +93,54 @@ def test_fit_score_and_sample(tmp_path):
     assert len(again.splitlines()) == 31
 
 
+def test_columns_given_others(tmp_path):
+    data, model = write(tmp_path / "data.csv"), tmp_path / "m.qf"
+    done = command("fit", data, "-o", model, "--context", "year", "--first", "colour,count", *QUICK)
+    assert done.exit_code == 0, done.output
+    assert "in this order: colour, count, size" in done.output
+    flow = qf.load(model)
+    expected = flow.score(TABLE, columns=["count"], given=["colour"])
+    # The file need not have the columns behind.
+    first = write(tmp_path / "first.csv", {name: TABLE[name] for name in ("year", "count", "colour")})
+    junk = write(tmp_path / "junk.csv", TABLE | {"size": TABLE["colour"]})
+    assert command("score", model, junk, "--columns", "colour").exit_code == 0
+    assert "expected the columns 'size' too" in said(command("score", model, first))
+    done = command("score", model, first, "--columns", "count", "--given", "colour,year")
+    assert done.exit_code == 0, done.output
+    assert np.array(done.stdout.splitlines()[1:], dtype=float) == pytest.approx(expected, abs=1e-9)
+    assert f"{expected.mean():.4f}" in done.stderr
+    done = command("sample", model, "-n", 20, "--given", "year=2003", "--given", "colour=red", "--given", "count=2")
+    draws = [line.split(",") for line in done.stdout.splitlines()]
+    assert draws[0] == ["size", "colour", "count", "year"]
+    assert {tuple(row[1:]) for row in draws[1:]} == {('"red"', "2", "2003")}
+    assert len({row[0] for row in draws[1:]}) == 20
+    for words, message in (
+        (["score", model, first, "--columns", "size"], "columns: expected the first columns of the model's order"),
+        (["sample", model, "--given", "colour=red"], "expected values of 'year', and of any first ones of 'colour'"),
+        (["sample", model, "--given", "year=2003", "--given", "count=2"], "given: expected the first columns"),
+        (["fit", data, "-o", model, "--first", "size"], "expected categories before numbers"),
+    ):
+        done = command(*words)
+        assert done.exit_code == 2
+        assert message in said(done)
+
+
+def test_rows_with_gaps(tmp_path):
+    table = TABLE | {"size": np.where(RNG.random(200) < 0.3, np.nan, TABLE["size"])}
+    data, model = write(tmp_path / "data.csv", table), tmp_path / "m.qf"
+    assert "missing='marginal'" in said(command("fit", data, "-o", model, *QUICK))
+    done = command("fit", data, "-o", model, "--missing", "marginal", *QUICK)
+    assert done.exit_code == 0, done.output
+    assert "in this order: colour, count, year, size" in done.output
+    done = command("score", model, data)
+    scores = np.array(done.stdout.splitlines()[1:], dtype=float)
+    flow = qf.load(model)
+    assert scores == pytest.approx(flow.score(table), abs=1e-9)
+    alone, gap = flow.score(table, columns=["colour", "count", "year"]), np.isnan(table["size"])
+    assert scores[gap] == pytest.approx(alone[gap], abs=1e-9)
+    assert (np.abs(scores - alone)[~gap] > 0.1).all()
+
+
 @pytest.mark.parametrize("name", ["t.csv", "t.csv.gz", "t.parquet"])
 def test_kinds_of_files(tmp_path, name, model):
     path, out = write(tmp_path / name), tmp_path / f"out-{name}"
