@@ -1,17 +1,20 @@
-"""Neighbours: quarflow's transforms in ``torch.distributions`` and in zuko, and zuko's flows in quarflow.
+"""Neighbours: quarflow's transforms in ``torch.distributions`` and in zuko, its flows in sbi, and zuko's in quarflow.
 
 ================  ==========================================================================================
 `to_torch`        a `Transform` as a ``torch.distributions`` transform
 `to_zuko`         a `Transform` as a lazy transform, for ``zuko.flows.Flow([...], base)``
 `from_zuko`       a zuko flow (NAF, CNF, NSF, ...) as a `Flow`, for `quarflow.fit` and `quarflow.evaluate`
+`to_sbi`          a model as a density estimator of sbi, for ``sbi.inference.NPE(prior, density_estimator=...)``
 ================  ==========================================================================================
 
-zuko is imported by `to_zuko` and `from_zuko`, not before: its import changes torch's settings for distributions.
+zuko is imported by `to_zuko` and `from_zuko`, and sbi by what `to_sbi` gives, not before: zuko's import changes torch's
+settings for distributions.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +22,9 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 from torch.distributions import transforms as torch_transforms
 
+from quarflow import models
 from quarflow.bases import Base
-from quarflow.checks import check_count
+from quarflow.checks import check_choice, check_count
 from quarflow.flow import Flow
 from quarflow.transforms.base import Chain, Transform
 from quarflow.transforms.elementwise import Standardise
@@ -172,6 +176,8 @@ def _zuko_transform() -> Any:
 def __getattr__(name: str) -> Any:
     if name == "ZukoTransform":
         return _zuko_transform()
+    if name == "SbiEstimator":
+        return _sbi_estimator()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -260,6 +266,118 @@ class _ZukoBase(Base):
         with torch.random.fork_rng(devices):
             torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device=generator.device)))
             return draw((n,))
+
+
+def to_sbi(
+    model: str | Callable[..., Flow] = "quar", embedding: nn.Module | None = None, **options: Any
+) -> Callable[[Tensor, Tensor], Any]:
+    """What sbi takes as ``density_estimator``: from parameters and simulations to a flow of the first given the second.
+
+    The flow starts from the moments of the parameters, and sees simulations (n, features) by theirs.
+
+    Args:
+        model: a name in `quarflow.models`, or a function that makes a flow from ``(features, context, **options)``.
+        embedding: a network from simulations (n, ...) to what the flow sees of them, (n, features), trained with it.
+        **options: those of the model.
+
+    >>> estimator = to_sbi("maf", blocks=1, hidden=(8,))(torch.randn(10, 2), torch.randn(10, 3))
+    >>> estimator.sample((4,), torch.randn(1, 3)).shape
+    torch.Size([4, 1, 2])
+    """
+    if isinstance(model, str):
+        check_choice("model", model, models.REGISTRY)
+    if embedding is not None and not isinstance(embedding, nn.Module):
+        raise ValueError(f"embedding: expected a torch.nn.Module; got {type(embedding).__name__}.")
+
+    def build(theta: Tensor, x: Tensor) -> Any:
+        make = getattr(models, model) if isinstance(model, str) else model
+        return _sbi_estimator()(theta, x, make, embedding, options)
+
+    return build
+
+
+@functools.cache
+def _sbi_estimator() -> Any:
+    """The class of what `to_sbi` builds; its base class exists once sbi is imported."""
+    try:
+        from sbi.neural_nets.estimators import ConditionalDensityEstimator
+    except ImportError as error:
+        raise ImportError("sbi is not installed. Use pip install 'quarflow[sbi]'.") from error
+
+    class SbiEstimator(ConditionalDensityEstimator):
+        """``log p(input | condition)`` by a `Flow`, in sbi's shapes: (sample, batch, ...) and (batch, ...)."""
+
+        def __init__(
+            self,
+            input: Tensor,
+            condition: Tensor,
+            make: Callable[..., Flow],
+            embedding: nn.Module | None,
+            options: dict[str, Any],
+        ) -> None:
+            steps: list[nn.Module] = []
+            if condition.ndim == 2:
+                scale = Standardise(condition.shape[1]).to(condition)
+                scale.initialise(condition)
+                steps.append(_First(scale))
+            steps += [] if embedding is None else [embedding]
+            embed = nn.Sequential(*steps)
+            with torch.no_grad():
+                context = embed(condition)
+            if input.ndim != 2 or context.ndim != 2:
+                raise ValueError(
+                    f"theta, x: expected vectors, (n, features); got {tuple(input.shape)} and {tuple(context.shape)}. "
+                    "Give to_sbi an embedding that turns x into vectors."
+                )
+            flow = make(features=input.shape[1], context=context.shape[1], **options).to(input)
+            super().__init__(flow.initialise(input, context), input.shape[1:], condition.shape[1:])
+            self.embed = embed
+
+        @property
+        def embedding_net(self) -> nn.Module:
+            return self.embed
+
+        def log_prob(self, input: Tensor, condition: Tensor, **kwargs: Any) -> Tensor:
+            input = input[None] if input.ndim == 2 else input
+            context = self._context(condition)
+            batch = torch.broadcast_shapes(input.shape[:2], context.shape[:2])
+            return self.net.log_prob(input.expand(*batch, -1), context.expand(*batch, -1))
+
+        def loss(self, input: Tensor, condition: Tensor, **kwargs: Any) -> Tensor:
+            return -self.log_prob(input, condition)[0]
+
+        def sample(self, sample_shape: torch.Size, condition: Tensor, **kwargs: Any) -> Tensor:
+            return self.sample_and_log_prob(sample_shape, condition)[0]
+
+        def sample_and_log_prob(
+            self, sample_shape: torch.Size, condition: Tensor, **kwargs: Any
+        ) -> tuple[Tensor, Tensor]:
+            context = self._context(condition)[0]
+            shape = torch.Size([*sample_shape, len(context)])
+            rows = context.expand(*shape, -1).reshape(shape.numel(), -1)
+            samples, log_prob = self.net.sample_and_log_prob(shape.numel(), rows)
+            return samples.view(*shape, -1), log_prob.view(shape)
+
+        def _context(self, condition: Tensor) -> Tensor:
+            """What the flow sees of conditions ([sample,] batch, ...): (sample or 1, batch, features)."""
+            self._check_condition_shape(condition)
+            batch = condition.shape[: condition.ndim - len(self.condition_shape)]
+            context = self.embed(condition.reshape(-1, *self.condition_shape))
+            return context.view(*(1,) * (2 - len(batch)), *batch, -1)
+
+    SbiEstimator.__qualname__ = "SbiEstimator"  # where pickle finds it: `__getattr__` above
+    return SbiEstimator
+
+
+class _First(nn.Module):
+    """A transform's value, without its log-determinant."""
+
+    def __init__(self, transform: Transform) -> None:
+        super().__init__()
+        self.transform = transform
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.transform(x)[0]
 
 
 def _check_transform(transform: object) -> None:
