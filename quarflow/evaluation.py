@@ -73,7 +73,7 @@ def rows_at_once(x: Tensor, elements: int = 2**18) -> int:
 
 
 def as_data(
-    flow: Flow, x: object, context: object = None, gaps: bool | None = None
+    flow: Flow, x: object, context: object = None, *, gaps: bool | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """``x`` (n, *event) and ``context`` (n, features), checked, with the dtype and device of ``flow``.
 

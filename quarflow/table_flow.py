@@ -441,7 +441,7 @@ class TableFlow(Flow):
         With ``gaps`` NaN marks what is missing; None: as the flow was made.
         """
         gaps = self.gaps if gaps is None else gaps
-        rows, given = as_data(self, x, context, gaps)
+        rows, given = as_data(self, x, context, gaps=gaps)
         size = max(1, rows_at_once(rows) // len(self.shifts))
         training = self.training
         self.eval()
