@@ -19,7 +19,8 @@ def simulate(theta):
     return theta @ A.T + 0.5 * torch.randn(len(theta), 3)
 
 
-def test_the_posterior_of_a_linear_gaussian_simulator():
+def test_the_posterior_of_a_linear_gaussian_simulator(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where sbi writes its log
     torch.manual_seed(0)
     theta = PRIOR.sample((3000,))
     npe = inference.NPE(PRIOR, density_estimator=to_sbi(blocks=2, hidden=(8, 8)), show_progress_bars=False)
