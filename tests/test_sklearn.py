@@ -129,21 +129,6 @@ def test_data_frames_keep_their_columns():
         model.score_samples(table.assign(size=table["size"].where(table.index != 3)))
 
 
-def test_frames_of_polars_need_no_pandas(monkeypatch):
-    table = frame()
-    other = pl.DataFrame({name: table[name].tolist() for name in table})
-    model, same = (FlowDensity(context=["year"], **QUICK).fit(t) for t in (table, other))
-    assert (same.score_samples(other) == model.score_samples(table)).all()
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    draws = same.sample(6, context=pl.DataFrame({"year": [2001]}))
-    assert isinstance(draws, pl.DataFrame)
-    assert draws.columns == other.columns
-    assert draws["colour"].dtype == pl.String
-    assert np.isfinite(same.score_samples(draws)).all()
-    with pytest.raises(ValueError, match="'size' \\(1 of 80 rows, first in row 3"):
-        same.score_samples(other.with_columns(size=pl.Series([None if i == 3 else 0.5 for i in range(80)])))
-
-
 def test_columns_of_arrays_go_by_number():
     model = FlowDensity(context=[0], columns={1: "number", -1: "drop"}, **QUICK).fit(np.c_[X, X.round(), X[:, 0]])
     assert [c.in_words for c in model.schema_.columns][:3] == ["numbers, given", "numbers", "whole numbers"]
@@ -216,3 +201,18 @@ def test_a_first_fit_beats_a_gaussian():
         ]
     ).mean()
     assert FlowDensity(random_state=0).fit(train).score(test) > gaussian
+
+
+def test_frames_of_polars_need_no_pandas(monkeypatch):
+    table = frame()
+    other = pl.DataFrame({name: table[name].tolist() for name in table})
+    model, same = (FlowDensity(context=["year"], **QUICK).fit(t) for t in (table, other))
+    assert (same.score_samples(other) == model.score_samples(table)).all()
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    draws = same.sample(6, context=pl.DataFrame({"year": [2001]}))
+    assert isinstance(draws, pl.DataFrame)
+    assert draws.columns == other.columns
+    assert draws["colour"].dtype == pl.String
+    assert np.isfinite(same.score_samples(draws)).all()
+    with pytest.raises(ValueError, match="'size' \\(1 of 80 rows, first in row 3"):
+        same.score_samples(other.with_columns(size=pl.Series([None if i == 3 else 0.5 for i in range(80)])))
