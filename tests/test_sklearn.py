@@ -165,7 +165,7 @@ def test_in_pipelines_and_searches():
     pipeline = make_pipeline(StandardScaler(), FlowDensity(**QUICK))
     assert np.isfinite(cross_val_score(pipeline, X, cv=2)).all()
     # Two clusters: where the training starts, at a Gaussian, is not where it should end.
-    clusters = RNG.permutation(np.concatenate([X, X + 20]))
+    clusters = np.random.default_rng(1).permutation(np.concatenate([X, X + 20]))
     search = GridSearchCV(pipeline, {"flowdensity__max_steps": [1, 150]}, cv=2).fit(clusters)
     assert search.best_params_ == {"flowdensity__max_steps": 150}
     assert search.best_estimator_.score_samples(X).shape == (len(X),)

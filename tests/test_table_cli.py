@@ -259,7 +259,7 @@ def test_errors_in_a_file(tmp_path, model, text, message):
         (["fit", "t.csv", "-o", "m.qf", "--set", "depth=3"], "no option 'depth'"),
         (["fit", "mixed.csv", "-o", "m.qf"], "column 'a', row 3: expected a number, as in other rows; got 'x'"),
         (["sample", "MODEL"], "given: expected values of 'year'"),
-        (["sample", "IMAGES", "--given", "a=1"], "expected a model of a table"),
+        (["sample", "IMAGES", "--given", "a=1"], "given: expected class=NUMBER, as the model is of images"),
     ],
 )
 def test_errors(tmp_path, monkeypatch, model, words, message):
