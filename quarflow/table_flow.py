@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import numbers
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -19,7 +22,7 @@ from quarflow.flow import Flow
 from quarflow.logdet import drawing
 from quarflow.solvers import unchecked
 from quarflow.tables import EDGE, MISSING, Rows, Schema, Table, as_list, as_table, fingerprints, some
-from quarflow.training import History, fit, split_rows
+from quarflow.training import History, TrainingDiverged, fit, split_rows
 from quarflow.transforms.base import Chain, Transform
 from quarflow.transforms.elementwise import Asinh, Quantiles, Support
 from quarflow.transforms.mixing import Whiten
@@ -555,7 +558,8 @@ def fit_table(
     given = None if rows.context is None else rows.context[order]
     found = defaults(len(order), len(schema.numbers))
     chosen = found["table"] | (found["model"] if model == "quar" else {})
-    flow = _fresh(schema, model, chosen, dict(model_options or {}), seed, first is not None, missing)
+    fresh = partial(_fresh, schema, model, seed=seed, ordered=first is not None, missing=missing)
+    flow, history = fresh(chosen, dict(model_options or {})), None
     limits: dict[str, Any] = {"max_seconds": max_seconds}
     # A limit on time alone takes the place of that on steps, unless rows are few: more steps do not help there.
     if max_steps is not None or (max_seconds is not None and len(order) >= FEW):
@@ -570,12 +574,49 @@ def fit_table(
             )
         options["validation"] = held_out.x, held_out.context
     weights = None if weights is None else weights[order]
-    history = fit(flow, rows.x[order], given, weights=weights, seed=seed, **options)
+    learn = partial(fit, x=rows.x[order], context=given, weights=weights, seed=seed)
+    long = options["max_steps"] is None or options["max_steps"] >= 2 * SHORTEST / PILOT
+    if len(order) >= FEW and long and schema.numbers and options["validation"] and "knots" not in (model_options or {}):
+        # Normal columns are a good start where values repeat or lie in clusters, a Gaussian where columns add up.
+        began = time.monotonic()
+        other = fresh(chosen | {"knots": 0}, dict(model_options or {}))
+        flow, history = _better((flow, other), learn, options)
+        if max_seconds is not None:
+            options["max_seconds"] = max(0.01, max_seconds - (time.monotonic() - began))
+    if history is None:
+        history = learn(flow, **options)
     # Scores in float64 do not depend on which rows are scored together.
     flow.double()
     flow.notes = {"history": history.to_dict(), **_identity(rows), "seed": seed}
     flow.notes["held_out"] = part if isinstance(part := options["validation"], float | int) else 0.0
     return flow, history
+
+
+PILOT = 0.05  # of a run, for each start that is tried
+SHORTEST = 50  # steps of a pilot
+
+
+def _better(
+    flows: Sequence[TableFlow], learn: Callable[..., History], options: dict[str, Any]
+) -> tuple[TableFlow, History | None]:
+    """The flow that a short run brings furthest on the validation rows, as it was; or learnt so far, if interrupted."""
+    steps, seconds = options["max_steps"], options["max_seconds"]
+    limits = {
+        "max_steps": None if steps is None else max(SHORTEST, math.ceil(PILOT * steps)),
+        "max_seconds": None if seconds is None else PILOT * seconds,
+    }
+    best, most = flows[0], -math.inf
+    for flow in flows:
+        pilot = copy.deepcopy(flow)
+        try:
+            history = learn(pilot, **options | limits | {"patience": None, "progress": False})
+        except TrainingDiverged:
+            continue
+        if history.stopped == "interrupted":
+            return pilot, history
+        if history.best_validation is not None and history.best_validation > most:
+            best, most = flow, history.best_validation
+    return best, None
 
 
 def _order(rows: Rows, weights: np.ndarray | None = None) -> np.ndarray:
