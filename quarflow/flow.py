@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from quarflow.bases import Base, Independent
+from quarflow.bases import Base, Ordered
 from quarflow.checks import check_context, check_count, check_finite, check_tensor, is_traced
 from quarflow.logdet import drawing
 from quarflow.solvers import unchecked
@@ -54,7 +54,7 @@ class Flow(nn.Module):
     @property
     def triangular(self) -> bool:
         """Whether ``z_i`` depends on ``x_<=i`` alone, from end to end: what the methods for prefixes need."""
-        independent = isinstance(self.base, Independent) and len(self.event_shape) == 1
+        independent = isinstance(self.base, Ordered) and len(self.event_shape) == 1
         return independent and self.transform.triangular
 
     @property
@@ -107,7 +107,7 @@ class Flow(nn.Module):
         c = self._context_rows(context, batch)
         rows = self._filled(x.reshape(-1, k), c)
         z, slopes = self.transform.log_slopes(rows, c)
-        out = (cast("Independent", self.base).log_terms(z) + slopes)[:, :k]
+        out = (cast("Ordered", self.base).log_terms(z) + slopes)[:, :k]
         self._check_density(out, rows, c)
         return out.view(x.shape)
 
@@ -170,7 +170,7 @@ class Flow(nn.Module):
     ) -> Tensor:
         """``x`` (batch, *event) where ``known`` (1, *event), the first of one order, and draws of the rest given it."""
         z = self.transform(x, context)[0]
-        z = torch.where(self.transform.places(known), z, self.base.sample(len(x), generator))
+        z = self.base.complete(z, self.transform.places(known), generator)
         with unchecked():
             return self.transform.inverse_given(z, x, known, context)
 

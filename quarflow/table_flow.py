@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from quarflow import models
+from quarflow.bases import Ordered
 from quarflow.checks import check_choice, check_count, check_tensor
 from quarflow.evaluation import as_data, as_tensor, rows_at_once
 from quarflow.flow import Flow
@@ -28,7 +29,7 @@ from quarflow.transforms.elementwise import Asinh, Quantiles, Support
 from quarflow.transforms.mixing import Whiten
 
 if TYPE_CHECKING:
-    from quarflow.bases import Independent
+    from quarflow.bases import Ordered
 
 
 class Labels(nn.Module):
@@ -226,7 +227,7 @@ class TableFlow(Flow):
         if not self.in_one_order:  # all are there, or none
             return torch.where(here.all(1), super().forward(v, known) - self.log_unit, 0)
         z, slopes = self.transform.log_slopes(v, known)
-        terms = cast("Independent", self.base).log_terms(z) + slopes - self.log_units.to(v.dtype)
+        terms = cast("Ordered", self.base).log_terms(z) + slopes - self.log_units.to(v.dtype)
         return torch.where(here, terms, 0).sum(1)
 
     def _cells(self, numbers: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -251,7 +252,7 @@ class TableFlow(Flow):
             super()._check_triangular()
         numbers, codes, known = self._parts(x, context)
         z, slopes = self.transform.log_slopes(*self._cells(numbers, known))
-        terms = cast("Independent", self.base).log_terms(z) + slopes
+        terms = cast("Ordered", self.base).log_terms(z) + slopes
         # The density of the numbers up to each, at every place, and over the cell.
         prefixes = terms.view(len(self.shifts), *numbers.shape).cumsum(2).logsumexp(0) - math.log(len(self.shifts))
         units = prefixes.new_tensor([math.log(c.scale) for c in self.schema.numbers])
@@ -265,7 +266,7 @@ class TableFlow(Flow):
         """
         numbers, _, known = self._parts(x, context)
         z, _ = self.transform(self._noisy(numbers, generator), known)
-        return cast("Independent", self.base).normal_scores(z)
+        return cast("Ordered", self.base).normal_scores(z)
 
     def on_the_line(
         self, x: Tensor, context: Tensor | None = None, generator: torch.Generator | None = None

@@ -85,7 +85,7 @@ def test_context(flow: Any, context: Tensor | None, words: str) -> None:
         ({"mixing": "random"}, r"mixing: expected one of 'reverse', 'lu', 'permute', None; got 'random'"),
         ({"bound": "loose"}, r"bound: expected one of"),
         ({"bound": "paths", "lipschitz": "network"}, r"bound: lipschitz='network' needs spectral norms"),
-        ({"base": "cauchy"}, r"base: expected one of 'normal', 'location-scale', 'student'; got 'cauchy'"),
+        ({"base": "cauchy"}, r"base: expected one of 'normal', .*, 'joint-student'; got 'cauchy'"),
         ({"solver": "bisect"}, r"solver: expected one of"),
         ({"width": 3}, r"configuration: model 'quar' has no option 'width'; it has activation"),
     ],
