@@ -106,9 +106,9 @@ class TableFlow(Flow):
     """``log p(row | context) = log P(labels | context) + log p(numbers | labels, context)``, in the table's units.
 
     Its ``x`` are encoded rows, (n, numbers + labels), from ``schema.encode``; `score` and `draw` take and give tables.
-    Whole numbers get uniform noise in training. Otherwise the density of a row is the mean over ``points`` places in
-    the cell of its steps, the same for every row, a Latin hypercube: an estimate of the mean over the cell, which is
-    the probability of whole numbers, and one that is the same at every call.
+    Whole numbers, and numbers that repeat, get uniform noise in training. Otherwise the density of a row is the mean
+    over ``points`` places in the cell of its steps, the same for every row, a Latin hypercube: an estimate of the mean
+    over the cell, which is the probability of whole numbers, and one that is the same at every call.
 
     The labels come first in the order of the model, ``schema.order``. If the numbers keep theirs (`in_one_order`),
     the density of any first columns, or of later ones given these, is exact as well.
@@ -157,7 +157,7 @@ class TableFlow(Flow):
         # What stands for a number that is missing.
         places = {"line": 0.0, "positive": 1.0, "negative": -1.0, "unit": 0.5}
         middle = torch.tensor([places[c.support] for c in columns])
-        widths = torch.tensor([c.step / c.scale for c in columns], dtype=torch.float64)
+        widths = torch.tensor([(c.step or c.width) / c.scale for c in columns], dtype=torch.float64)
         # Whole numbers are multiples of their width in v, or lie half a step from an edge.
         phases = torch.tensor([0.5 * (c.support != "line") for c in columns])
         if not bool((widths > 0).any()):
@@ -351,8 +351,9 @@ class TableFlow(Flow):
         # Rounding can put a value on the edge itself, where there is no density.
         unit = torch.tensor([c.support == "unit" for c in self.schema.numbers], dtype=torch.bool, device=v.device)
         v = torch.where(unit, v.clamp(EDGE, 1 - EDGE), v)
-        steps = torch.where(self.widths > 0, self.widths, 1)
-        v = torch.where(self.widths > 0, (torch.round(v / steps - self.phases) + self.phases) * steps, v)
+        grid = torch.tensor([c.step > 0 for c in self.schema.numbers], dtype=torch.bool, device=v.device)
+        steps = torch.where(grid, self.widths, 1)
+        v = torch.where(grid, (torch.round(v / steps - self.phases) + self.phases) * steps, v)
         return torch.cat([v, codes.to(v)], 1)
 
     def _numbers_given(

@@ -7,6 +7,8 @@ numbers           ``v = (x - location) / scale``         the flow's log-density 
 with bounds       ``log v``, ``-log(-v)``, ``logit v``   the same, and the log-derivative of the map
 with heavy tails  ``asinh v``                            the same, and the log-derivative of the map
 whole numbers     ``v`` with uniform noise of one step   log of the mean density over the step around ``x``
+numbers that      the same, with the width of a value    the same, per unit: the mean over the width around ``x``
+repeat
 categories        one-hot, as context of the numbers     ``log P(category | categories before it)``: exact
 context           numbers and one-hot, as context        nothing: it is given
 missing           nothing: the last ones of a row        nothing: integrated out, with ``missing="marginal"``
@@ -42,6 +44,7 @@ KINDS = ("number", "category", "constant", "duplicate", "drop")
 HEAVY = 10.0  # robust deviations from the median that make a column one with heavy tails
 ATOM = 0.2  # of the rows with one value: more than a column of numbers should have
 MISSING = ("error", "marginal")  # what becomes of rows with missing values
+MANY = 20  # rows from which on values that repeat say something
 EDGE = 1e-6  # of the scale: a value on the edge of its bounds counts as this far inside
 
 
@@ -115,6 +118,7 @@ class Column:
     values: tuple[Any, ...] = ()  # the categories, or the constant
     source: str = ""  # what a duplicate is equal to
     place: int = 0  # categories, and numbers, are modelled in the order of their places, and then of the table
+    width: float = 0.0  # of a value of numbers that repeat, off any grid; 0 if they do not
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, KINDS)
@@ -124,8 +128,9 @@ class Column:
         for value, kind in ((getattr(self, field), kind) for field, kind in types.items()):
             if not isinstance(value, kind):
                 raise ValueError(f"column {self.name!r}: expected {kind.__name__}; got {value!r}.")
-        if not (isinstance(self.step, float) and 0 <= self.step < math.inf and math.isfinite(self.location)):
-            raise ValueError(f"column {self.name!r}: expected finite numbers; got {self.step!r}, {self.location!r}.")
+        steps = self.step, self.width
+        if not (all(isinstance(v, float) and 0 <= v < math.inf for v in steps) and math.isfinite(self.location)):
+            raise ValueError(f"column {self.name!r}: expected finite numbers; got {steps!r}, {self.location!r}.")
         if self.kind in ("category", "constant") and not self.values:
             raise ValueError(f"column {self.name!r}: expected its values; got none.")
         if not all(isinstance(v, str | bool | int | float) for v in self.values):
@@ -148,7 +153,8 @@ class Column:
         steps = {0.0: "numbers", 1.0: "whole numbers"}.get(self.step, f"multiples of {self.step:g}")
         low, high = self.bounds
         bounds = f" from {low:g}" * (low > -math.inf) + f" to {high:g}" * (high < math.inf)
-        return steps + bounds + " with heavy tails" * self.heavy + ", given" * self.given
+        repeat = f" that repeat, {self.width:.2g} wide" * (self.width > 0)
+        return steps + repeat + bounds + " with heavy tails" * self.heavy + ", given" * self.given
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -550,10 +556,17 @@ def _column(name: str, values: np.ndarray, kind: object, given: bool, bounds: ob
     heavy = support == "line" and (
         tails is True or (tails == "auto" and float(np.abs(distinct[[0, -1]] - middle).max()) > HEAVY * spread)
     )
-    column = Column(name, "number", given, step, support, heavy, float(middle), float(spread))
+    width, most = 0.0, int(np.unique(values, return_counts=True)[1].max())
+    often = most >= ATOM * len(values) and len(values) >= MANY
+    repeat = often or 2 * len(distinct) < len(values) >= MANY
+    if kind is None and repeat and support == "line" and not (step or given):
+        # Of a density at a point what repeats would have ever more. The gaps between values are what they are rounded
+        # to; a value in many rows is as wide as the bars of a histogram of them (Freedman & Diaconis 1981).
+        bar = 2 * 1.349 * spread * len(values) ** (-1 / 3)
+        width = max(float(np.quantile(np.diff(distinct), 0.1)), bar * often)
+    column = Column(name, "number", given, step, support, heavy, float(middle), float(spread), width=width)
     _check_steps(column, full, 0)
-    most = int(np.unique(values, return_counts=True)[1].max())
-    if not (step or given) and most >= ATOM * len(values) and len(values) >= 20:
+    if often and not (step or given or width):
         warnings.warn(
             f"column {name!r}: one value is in {most} of {len(values)} rows, where numbers have no density: it will "
             "grow without limit there. Give the step of the values, declare the column a category, or leave it out.",

@@ -203,19 +203,44 @@ def test_constants_and_duplicates_are_dropped():
 def test_an_atom_is_pointed_out():
     values = np.where(np.arange(40) % 3 == 0, 0.5, RNG.normal(size=40))
     with pytest.warns(UserWarning, match="'a': one value is in 14 of 40 rows, where numbers have no density"):
-        Schema.of(as_table({"a": values}))
+        Schema.of(as_table({"a": values}), {"a": "number"})
+    with pytest.warns(UserWarning, match="'a': one value is in 14 of 40 rows, where numbers have no density"):
+        Schema.of(as_table({"a": np.abs(values)}), bounds={"a": (0, None)})
     Schema.of(as_table({"a": values, "b": RNG.normal(size=40)}), context=["a"])
 
 
 def test_a_nearly_constant_column_is_named():
     table = as_table({"a": RNG.normal(size=30), "flat": np.where(np.arange(30) == 3, 2.25, 1.5)})
     with pytest.warns(UserWarning, match="'flat': one value"):
-        flow = qf.models.table(Schema.of(table), blocks=1, hidden=(4,))
+        flow = qf.models.table(Schema.of(table, {"flat": "number"}), blocks=1, hidden=(4,))
     # The row that differs is held out for validation, or not among those that layers start from.
     x = flow.schema.encode(table).x[np.arange(30) != 3]
     for learn in (lambda: qf.fit(flow, x, max_steps=1), lambda: flow.initialise(torch.as_tensor(x).float())):
         with pytest.raises(ValueError, match=r"column 'flat': expected numbers that vary; .* in each of \d+ rows"):
             learn()
+
+
+def test_numbers_that_repeat_have_a_width_and_a_density_with_a_limit():
+    rows = 1000
+    often = np.where(np.arange(rows) % 3 == 0, 0.5, RNG.normal(size=rows))
+    rounded = np.round(RNG.normal(size=rows), 1) + 0.037
+    schema = Schema.of(as_table({"often": often, "rounded": rounded, "not": RNG.normal(size=rows)}))
+    found = {column.name: column.width for column in schema.columns}
+    assert found["not"] == 0
+    assert found["rounded"] == pytest.approx(0.1)
+    spread = schema.columns[0].scale
+    assert found["often"] == pytest.approx(2.698 * spread / 10)  # 2 IQR over the third root of 1000
+    assert str(schema).splitlines()[1] == "rounded: numbers that repeat, 0.1 wide"
+    flow, _ = fit_table({"often": often}, max_steps=200)
+    assert Schema.from_json(flow.schema.to_json()) == flow.schema
+    # What is learnt is the density of numbers that far apart: a third of the rows over the width, and not much more.
+    axis = np.linspace(-8, 8, 4001)
+    density = np.exp(flow.score({"often": axis}))
+    assert abs(np.trapezoid(density, axis) - 1) < 1e-3
+    assert density.max() < 2 / 3 / found["often"]
+    draws = flow.draw(500)["often"]
+    assert 0.2 < (np.abs(draws - 0.5) < found["often"] / 2 + 0.05).mean() < 0.6
+    assert len(np.unique(draws)) == 500
 
 
 def test_what_columns_are_found_to_be():
