@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import __main__ as everything  # noqa: E402
-from benchmarks import defaults, harness, lanes, scaling, tabular  # noqa: E402
+from benchmarks import defaults, harness, lanes, outliers, scaling, tabular  # noqa: E402
 
 KEYS = {
     "benchmark",
@@ -172,6 +172,42 @@ def test_settings_are_chosen_without_test_rows():
         assert torch.equal(rows.sort(0).values, torch.cat(parts[:2]))
         assert len(found.validation) == len(found.test) == 11
         assert torch.equal(rows, torch.cat(parts[:2])) == ordered
+
+
+def test_outliers(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("sklearn")
+    rows = quick("outliers", tmp_path, capsys)["rows"]
+    auc = {row["model"]: row["auc"] for row in rows}
+    assert list(auc) == list(outliers.MODELS)
+    assert all(row["rows"] == 180 and row["features"] == 3 for row in rows)
+    # The outliers lie in the bow of a parabola, near the middle of all rows.
+    assert auc["FlowDensity"] > 0.95
+    assert outliers.means(rows, "auc")["mean", "FlowDensity"] == auc["FlowDensity"]
+    # What is there is not measured again.
+    monkeypatch.setattr(outliers, "side_by_side", lambda work, jobs, *place: iter(() if not jobs else None))
+    outliers.main(["--quick", "--out", str(tmp_path)])
+    assert harness.load(tmp_path / "outliers.json")["rows"] == rows
+
+
+def test_outliers_train_on_inliers_alone():
+    x, y = outliers.made()
+    train, test, labels = outliers.halves(x, y, seed=1)
+    inliers = {tuple(row) for row in x[y == 0]}
+    assert {tuple(row) for row in train} | {tuple(row) for row in test[labels == 0]} == inliers
+    assert len(train) + (labels == 0).sum() == len(inliers)
+    assert labels.sum() == y.sum()
+
+
+def test_impossible_rows_are_the_most_surprising():
+    x, _ = outliers.made()
+    letters = np.array(["a", "b"], dtype=object)[np.arange(len(x)) % 2]
+    whole = np.concatenate([x.astype(object), letters[:, None]], 1)
+    new = whole[:3].copy()
+    new[1, 3] = "c"  # a category that training has not seen: minus infinity
+    with pytest.warns(UserWarning, match="probability zero"):
+        scores = outliers.flow(whole, 0, max_steps=5)(new)
+    assert np.isfinite(scores).all()
+    assert scores.argmin() == 1
 
 
 def power_file(folder, rows=200):
