@@ -27,8 +27,9 @@ NAMES = (
     "defaults",
     "tabular",
     "outliers",
+    "shares",
 )
-LONG = ("defaults", "tabular", "outliers")  # up to hours, and files that the repository does not hold
+LONG = ("defaults", "tabular", "outliers", "shares")  # up to hours, and files that the repository does not hold
 ON_A_GPU = ("images_gpu",)
 README = Path(__file__).resolve().parent / "README.md"
 MARK = "<!-- tables: written by `python -m benchmarks --tables` -->"

@@ -109,16 +109,21 @@ def protein(folder: Path) -> Split:
     return shuffled(np.loadtxt(file(folder, "protein.csv.gz"), delimiter=","))
 
 
+def returns(folder: Path) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
+    """Daily log-returns of 20 shares: the days, the returns, the shares."""
+    path = file(folder, "sp500_daily_prices.csv.gz")
+    cells = np.loadtxt(path, delimiter=",", dtype=str)
+    # Prices are rounded to a thousandth; without noise many returns would be zero.
+    prices = cells[1:, 1:].astype(float)
+    prices += 0.001 * np.random.default_rng(0).random(prices.shape)
+    return cells[2:, 0], np.diff(np.log(prices), axis=0), tuple(cells[0, 1:].tolist())
+
+
 def shares(folder: Path) -> Split:
     """Daily log-returns of 20 shares: the years to 2014, the last tenth of them for validation; the test is later."""
-    path = file(folder, "sp500_daily_prices.csv.gz")
-    dates = np.loadtxt(path, delimiter=",", skiprows=1, usecols=0, dtype=str)
-    prices = np.loadtxt(path, delimiter=",", skiprows=1, usecols=range(1, 21))
-    # Prices are rounded to a thousandth; without noise many returns would be zero.
-    prices += 0.001 * np.random.default_rng(0).random(prices.shape)
-    returns = torch.from_numpy(np.diff(np.log(prices), axis=0))
-    before = int((dates[1:] < "2015").sum())
-    known, later = returns[:before], returns[before:]
+    dates, found, _ = returns(folder)
+    before = int((dates < "2015").sum())
+    known, later = torch.from_numpy(found).split([before, len(found) - before])
     return Split.of(*known.split([before - before // 10, before // 10]), later)
 
 

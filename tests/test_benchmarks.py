@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import __main__ as everything  # noqa: E402
-from benchmarks import defaults, harness, lanes, outliers, scaling, tabular  # noqa: E402
+from benchmarks import defaults, harness, lanes, outliers, scaling, shares, tabular  # noqa: E402
 
 KEYS = {
     "benchmark",
@@ -208,6 +208,44 @@ def test_impossible_rows_are_the_most_surprising():
         scores = outliers.flow(whole, 0, max_steps=5)(new)
     assert np.isfinite(scores).all()
     assert scores.argmin() == 1
+
+
+def test_shares(tmp_path, capsys):
+    pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
+    result = quick("shares", tmp_path, capsys, tables=3)
+    rows = {(row["question"], row["model"]): row for row in result["rows"]}
+    assert rows["one day", "Gaussian"]["test_nats"] < rows["one day", "Student t"]["test_nats"]
+    assert rows["next day", "DCC Gaussian"]["test_nats"] < rows["next day", "DCC Student t"]["test_nats"]
+    assert len(rows["one day", "QuAR"]["nats"]) == 2
+    scenario = result["scenario"]
+    assert [row["share"] for row in scenario["shares"]] == ["B", "C"]
+    assert all(row["QuAR"] == sorted(row["QuAR"]) for row in scenario["shares"])
+    assert scenario["nats_near"]
+    assert (tmp_path / "shares.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_shares_baselines():
+    """The Student t that made the rows is found again, and what is moving knows of no day but those before."""
+    rng = np.random.default_rng(0)
+    truth = np.array([[2.0, 0.6], [0.6, 1.0]])
+    z = rng.normal(size=(4000, 2)) @ np.linalg.cholesky(truth).T
+    x = 1 + z * np.sqrt(5 / rng.chisquare(5, 4000))[:, None]
+    mean, covariance, nu = shares.student_by_em(x)
+    assert np.allclose(mean, 1, atol=0.1)
+    assert np.allclose(covariance, truth, rtol=0.1)
+    assert nu == pytest.approx(5, rel=0.15)
+    normal, ladj = shares.whitened(x - mean, covariance)
+    known = torch.distributions.MultivariateNormal(torch.from_numpy(mean), torch.from_numpy(covariance))
+    assert np.allclose(shares.gaussian(normal, ladj), known.log_prob(torch.from_numpy(x)))
+    r, dates = shares.Days.made(600).r, np.where(np.arange(600) < 500, "2012-01-01", "2016-01-01")
+    other = np.where(np.arange(600)[:, None] < 550, r, 5.0)
+    first, second = (shares.moving(shares.Days(x, dates, ("A", "B", "C"))) for x in (r, other))
+    for kind, found in first.items():
+        for setting, (z, ladj) in found.items():
+            assert np.allclose(z[:550], second[kind][setting][0][:550])
+            assert np.allclose(ladj[:551], second[kind][setting][1][:551])
+            assert not np.isclose(ladj[551], second[kind][setting][1][551])
 
 
 def power_file(folder, rows=200):
