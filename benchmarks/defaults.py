@@ -106,6 +106,7 @@ FEW: dict[str, Callable[[Split, float, int], Found]] = {
         **_SHORT | {"learning_rate": 1e-2, "weight_decay": 5.0},
     ),
     "default": quar,
+    "default, 4 blocks": settings({"blocks": 4}),
     "to the end": settings(_FEW, **_SHORT | {"patience": None}),
     "longer": settings(_FEW, **_SHORT | {"max_steps": 2000, "patience": 100}),
     "looks every 50": settings(_FEW, **_SHORT | {"evaluate_every": 50, "patience": 10}),

@@ -514,16 +514,16 @@ def defaults(rows: int, columns: int) -> dict[str, Any]:
     >>> found["table"], found["model"]["blocks"], found["fit"]["validation"]
     ({'knots': 8}, 2, 0.2)
     """
-    shared = {"block": "conditioned", "base": "joint-student"}
+    shared = {"block": "conditioned", "base": "joint-student", "mixing": "lu"}
     model: dict[str, Any] = shared | {"blocks": 4, "hidden": (16, 16), "conditioner": (64, 64)}
     fit: dict[str, Any] = {"max_steps": round(min(4000, 20 * rows**0.5)), "validation": 0.1, "patience": 20}
-    fit["learning_rate"] = 5e-3
+    fit |= {"learning_rate": 1e-2, "weight_decay": 0.3}
     if rows >= FEW:
         return {"table": {"knots": min(256, rows // 8)}, "model": model, "fit": fit}
     # A flow that starts near the Gaussian of normal scores, and is drawn back to it.
-    model = shared | {"blocks": 2, "hidden": (8,), "conditioner": (32,), "mixing": "lu", "start": 0.01}
+    model = shared | {"blocks": 2, "hidden": (8,), "conditioner": (32,), "start": 0.01}
     fit |= {"max_steps": max(60, min(600, 2 * rows)), "validation": 0.2 if rows >= VALIDATED else 0.0}
-    fit |= {"evaluate_every": 10, "patience": 15, "learning_rate": 1e-2, "weight_decay": 5.0}
+    fit |= {"evaluate_every": 10, "patience": 15, "weight_decay": 5.0}
     return {"table": {"knots": 8}, "model": model, "fit": fit}
 
 

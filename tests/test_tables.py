@@ -342,8 +342,46 @@ def test_time_alone_leaves_the_steps_of_few_rows(monkeypatch):
 
     monkeypatch.setattr("quarflow.table_flow.fit", fit)
     for rows, max_steps in itertools.product((100, 1000), (None, 7)):
-        fit_table({"a": RNG.normal(size=rows)}, max_seconds=1.0, max_steps=max_steps)
+        fit_table({"a": RNG.normal(size=rows)}, max_seconds=1.0, max_steps=max_steps, model_options={"knots": 0})
     assert asked == [defaults(100, 1)["fit"]["max_steps"], 7, None, 7]
+
+
+def bends(flow):
+    return any(isinstance(step, Quantiles) for step in flow.modules())
+
+
+@pytest.mark.parametrize("better", [True, False])
+def test_a_short_run_chooses_where_to_start(monkeypatch, better):
+    runs = []
+
+    def fit(flow, x, *rest, max_steps, **options):
+        runs.append((bends(flow), max_steps))
+        for p in flow.parameters():
+            p.data += 1.0
+        return History(best_validation=float(bends(flow) == better))
+
+    monkeypatch.setattr("quarflow.table_flow.fit", fit)
+    table = {"a": RNG.normal(size=1000)}
+    flow, _ = fit_table(table, max_steps=2000)
+    assert runs == [(True, 100), (False, 100), (better, 2000)]
+    assert bends(flow) == better
+    # A run of a few steps has none to spare, and who says what to take need not wait.
+    for options in ({"max_steps": 100}, {"max_steps": 2000, "model_options": {"knots": 9}}):
+        runs.clear()
+        fit_table(table, **options)
+        assert runs == [(True, options["max_steps"])]
+
+
+def test_an_interrupt_of_the_short_run_is_one_of_the_run(monkeypatch):
+    histories = []
+
+    def fit(flow, x, *rest, **options):
+        histories.append(History(stopped="interrupted"))
+        return histories[-1]
+
+    monkeypatch.setattr("quarflow.table_flow.fit", fit)
+    _, history = fit_table({"a": RNG.normal(size=1000)}, max_steps=2000)
+    assert histories == [history]
 
 
 def test_learns_what_depends_on_what():
