@@ -578,7 +578,7 @@ def fit_table(
         options["validation"] = held_out.x, held_out.context
     weights = None if weights is None else weights[order]
     learn = partial(fit, x=rows.x[order], context=given, weights=weights, seed=seed)
-    long = options["max_steps"] is None or options["max_steps"] >= 2 * SHORTEST / PILOT
+    long = options["max_steps"] is None or options["max_steps"] >= 5 * PILOT
     if len(order) >= FEW and long and schema.numbers and options["validation"] and "knots" not in (model_options or {}):
         # Normal columns are a good start where values repeat or lie in clusters, a Gaussian where columns add up.
         began = time.monotonic()
@@ -595,28 +595,26 @@ def fit_table(
     return flow, history
 
 
-PILOT = 0.05  # of a run, for each start that is tried
-SHORTEST = 50  # steps of a pilot
+PILOT = 100  # steps, for each start that is tried
 
 
 def _better(
     flows: Sequence[TableFlow], learn: Callable[..., History], options: dict[str, Any]
 ) -> tuple[TableFlow, History | None]:
     """The flow that a short run brings furthest on the validation rows, as it was; or learnt so far, if interrupted."""
-    steps, seconds = options["max_steps"], options["max_seconds"]
-    limits = {
-        "max_steps": None if steps is None else max(SHORTEST, math.ceil(PILOT * steps)),
-        "max_seconds": None if seconds is None else PILOT * seconds,
-    }
+    # As many steps for each, whatever else happens on the machine.
+    seconds = None if options["max_seconds"] is None else 0.15 * options["max_seconds"]
+    limits = {"max_steps": PILOT, "max_seconds": seconds, "evaluate_every": PILOT, "patience": None, "progress": False}
     best, most = flows[0], -math.inf
     for flow in flows:
         pilot = copy.deepcopy(flow)
         try:
-            history = learn(pilot, **options | limits | {"patience": None, "progress": False})
+            history = learn(pilot, **options | limits)
         except TrainingDiverged:
             continue
         if history.stopped == "interrupted":
             return pilot, history
+        limits["max_steps"] = max([1, *history.steps[-1:]])
         if history.best_validation is not None and history.best_validation > most:
             best, most = flow, history.best_validation
     return best, None

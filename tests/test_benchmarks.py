@@ -288,7 +288,8 @@ def test_tabular_power_by_its_protocol(tmp_path, capsys):
         tabular.main([*command, "--variants", "plain"])
     tabular.main([*command, "--variants", "plain", "--minutes", "0.02"])
     rows = harness.load(tmp_path / "tabular.json")["power_gpu"]
-    assert [(row["model"], row["stopped"]) for row in rows] == [("conditioned", "max_steps"), ("plain", "max_seconds")]
+    found = [(row["model"], row["stopped"]) for row in rows]
+    assert found == [("conditioned, rate 0.002", "max_steps"), ("plain, rate 0.002", "max_seconds")]
 
 
 def test_tables_without_their_folder_say_so(tmp_path):

@@ -358,14 +358,14 @@ def test_a_short_run_chooses_where_to_start(monkeypatch, better):
         runs.append((bends(flow), max_steps))
         for p in flow.parameters():
             p.data += 1.0
-        return History(best_validation=float(bends(flow) == better))
+        return History([max_steps], best_validation=float(bends(flow) == better))
 
     monkeypatch.setattr("quarflow.table_flow.fit", fit)
     table = {"a": RNG.normal(size=1000)}
     flow, _ = fit_table(table, max_steps=2000)
     assert runs == [(True, 100), (False, 100), (better, 2000)]
     assert bends(flow) == better
-    # A run of a few steps has none to spare, and who says what to take need not wait.
+    # A run of few steps has none to spare, and who says what to take need not wait.
     for options in ({"max_steps": 100}, {"max_steps": 2000, "model_options": {"knots": 9}}):
         runs.clear()
         fit_table(table, **options)
