@@ -38,8 +38,8 @@ def settings(model: dict[str, Any], **fit: Any) -> Callable[[Split, float, int],
 
 # Each differs in one thing from the first.
 _MANY: dict[str, Any] = {"block": "conditioned", "blocks": 4, "hidden": (16, 16), "conditioner": (64, 64)}
-_MANY["knots"] = 256
-_LONG: dict[str, Any] = {"patience": 20, "learning_rate": 5e-3, "batch_size": 512}
+_MANY |= {"knots": 256, "base": "normal", "mixing": "reverse"}
+_LONG: dict[str, Any] = {"patience": 20, "learning_rate": 5e-3, "batch_size": 512, "weight_decay": 0.0}
 MANY: dict[str, Callable[[Split, float, int], Found]] = {
     "conditioned": settings(_MANY, **_LONG),
     "no knots": settings(_MANY | {"knots": 0}, **_LONG),
@@ -50,9 +50,9 @@ MANY: dict[str, Callable[[Split, float, int], Found]] = {
     "1024 knots": settings(_MANY | {"knots": 1024}, **_LONG),
     "8 blocks": settings(_MANY | {"blocks": 8}, **_LONG),
     "wide conditioner": settings(_MANY | {"conditioner": (128, 128)}, **_LONG),
-    "plain, 8 x (16, 16)": settings({"blocks": 8, "hidden": (16, 16), "knots": 256}, **_LONG),
-    "decay 3": settings(_MANY, weight_decay=3.0, **_LONG),
-    "decay 0.3": settings(_MANY, weight_decay=0.3, **_LONG),
+    "plain, 8 x (16, 16)": settings(_MANY | {"block": "plain", "blocks": 8}, **_LONG),
+    "decay 3": settings(_MANY, **_LONG | {"weight_decay": 3.0}),
+    "decay 0.3": settings(_MANY, **_LONG | {"weight_decay": 0.3}),
     "rate 1e-2": settings(_MANY, **_LONG | {"learning_rate": 1e-2}),
     "zuko NSF, 3e-3": partial(zuko, "NSF", 3, learning_rate=3e-3),
     "zuko MAF, 3e-3": partial(zuko, "MAF", 5, learning_rate=3e-3),
@@ -70,10 +70,12 @@ MANY: dict[str, Callable[[Split, float, int], Found]] = {
     "one hidden layer": settings(_MANY | {"hidden": (32,)}, **_LONG),
     "batch 1024": settings(_MANY, **_LONG | {"batch_size": 1024}),
     "sine": settings(_MANY | {"activation": "sine"}, **_LONG),
-    "plain, 8 x (32, 32)": settings({"blocks": 8, "hidden": (32, 32), "knots": 256}, **_LONG),
+    "joint Student base": settings(_MANY | {"base": "joint-student"}, **_LONG),
+    "plain, 8 x (32, 32)": settings(_MANY | {"block": "plain", "blocks": 8, "hidden": (32, 32)}, **_LONG),
+    "default": quar,
 }
 _FEW: dict[str, Any] = {"block": "conditioned", "blocks": 2, "hidden": (8,), "conditioner": (32,), "start": 0.01}
-_FEW["knots"] = 8
+_FEW |= {"knots": 8, "base": "normal", "mixing": "reverse"}
 _SHORT: dict[str, Any] = {"max_steps": 600, "patience": 20, "evaluate_every": 10, "learning_rate": 5e-3}
 _SHORT["weight_decay"] = 10.0
 _SLOW = _SHORT | {"learning_rate": 2e-3, "weight_decay": 25.0, "max_steps": 1500}
@@ -94,8 +96,8 @@ FEW: dict[str, Callable[[Split, float, int], Found]] = {
     "1 block": settings(_FEW | {"blocks": 1}, **_SHORT),
     "4 blocks": settings(_FEW | {"blocks": 4}, **_SHORT),
     "hidden (16, 16)": settings(_FEW | {"hidden": (16, 16)}, **_SHORT),
-    "plain, 2 x (8, 8)": settings({"blocks": 2, "hidden": (8, 8), "start": 0.01, "knots": 8}, **_SHORT),
-    "plain, 4 x (16, 16)": settings({"blocks": 4, "hidden": (16, 16), "start": 0.01, "knots": 8}, **_SHORT),
+    "plain, 2 x (8, 8)": settings(_FEW | {"block": "plain", "hidden": (8, 8)}, **_SHORT),
+    "plain, 4 x (16, 16)": settings(_FEW | {"block": "plain", "blocks": 4, "hidden": (16, 16)}, **_SHORT),
     "rate 2e-3, decay 25": settings(_FEW, **_SLOW),
     "rate 1e-2, decay 5": settings(_FEW, **_SHORT | {"learning_rate": 1e-2, "weight_decay": 5.0}),
     "LU, rate 1e-2, decay 5": settings(
@@ -171,9 +173,9 @@ def rows_of(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                 gains.setdefault(key[2], []).append(nats[key] - nats[kind, first, *key[2:]])
             if gains:
                 each = {name: statistics.mean(gains[name]) for name in TABLES if name in gains}
-                error = math.sqrt(
-                    sum(statistics.variance(g) / len(g) if len(g) > 1 else 0.0 for g in gains.values())
-                ) / len(gains)
+                error = None  # of one split nothing is known
+                if all(len(g) > 1 for g in gains.values()):
+                    error = math.sqrt(sum(statistics.variance(g) / len(g) for g in gains.values())) / len(gains)
                 row = {"kind": kind, "setting": setting, "gain": statistics.mean(each.values()), "gain_se": error}
                 rows.append(row | {"gains": each, "seeds": {name: len(g) for name, g in gains.items()}})
     return rows
@@ -188,7 +190,7 @@ def show(result: dict[str, Any]) -> str:
         body = [
             [
                 row["setting"],
-                f"{row['gain']:+.3f} ± {row['gain_se']:.3f}",
+                f"{row['gain']:+.3f}" + ("" if row["gain_se"] is None else f" ± {row['gain_se']:.3f}"),
                 *(f"{row['gains'][name]:+.3f}" if name in row["gains"] else "" for name in names),
             ]
             for row in rows

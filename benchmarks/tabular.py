@@ -390,7 +390,7 @@ def power_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
         row = {"model": label, "options": POWER[name], "test_nats": found.nats, "test_nats_se": found.standard_error}
         row |= {"validation_nats": history.best_validation, "steps": trainer.step, "batch": trainer.batch_size}
         row |= {"rate": trainer.options.learning_rate, "seconds": history.seconds}
-        row |= {"parameters": sum(p.numel() for p in trainer.parameters)}
+        row |= {"parameters": sum(p.numel() for p in trainer.parameters), "beside": len(options.variants) - 1}
         rows.append(row | {"stopped": history.stopped})
         print(f"{name}: {found}", flush=True)
     return rows
@@ -414,7 +414,7 @@ def show(result: dict[str, Any]) -> str:
     body = [[n, f"{sizes[n]['rows']} x {sizes[n]['features']}", *(cell(n, m) for m in models)] for n in names]
     parts = [table(["table", "training rows", *models], body)] if rows else []
     if result.get("power_gpu"):
-        head = ["POWER, all rows", "test nats", "validation", "parameters", "steps", "seconds"]
+        head = ["POWER, all rows", "test nats", "validation", "parameters", "steps", "seconds", "runs beside it"]
         variants = sorted(result["power_gpu"], key=lambda r: -r["test_nats"])
         body = [
             [
@@ -424,6 +424,7 @@ def show(result: dict[str, Any]) -> str:
                 r["parameters"],
                 r["steps"],
                 f"{r['seconds']:.0f}",
+                r["beside"],
             ]
             for r in variants
         ]
