@@ -167,18 +167,19 @@ def look(
     # Rows of the fit, in a file that has more than it took, are those of the same draw.
     drawn = draw(data, most + fitted, fit_seed, lambda done: show(0.2 * done))
     table = to_table(drawn.rows, flow.schema)
-    rows = flow.schema.encode(table, 1)
+    rows = flow.schema.encode(table, 1, flow.gaps)
+    whole = ~np.isnan(rows.x).any(1)
     first = np.sort(np.argsort(drawn.keys, kind="stable")[:fitted])
     places = fitted_rows(flow, _at(rows, first)) if fitted else None
 
     found = Report(model, data, flow, history, drawn.total, 0)
     learn = None
     if places is None:
-        judged = _some(np.arange(len(drawn.numbers)), most, rng)
+        judged = _some(np.flatnonzero(whole), most, rng)
         kept = judged
     else:
-        learnt, held_out = (_some(first[part], most, rng) for part in places)
-        unseen = _some(np.setdiff1d(np.arange(len(drawn.numbers)), first), most, rng)
+        learnt, held_out = (_some(first[part][whole[first[part]]], most, rng) for part in places)
+        unseen = _some(np.setdiff1d(np.flatnonzero(whole), first), most, rng)
         judged = unseen if len(unseen) else held_out if len(held_out) else learnt
         found.fit_rows = len(places[0]), len(places[1])
         found.kind = "new" if len(unseen) else "held out" if len(held_out) else "learnt"
@@ -188,9 +189,15 @@ def look(
         learn = _possible(_at(rows, learnt))
     if train is not None:
         other = draw(train, most, seed)
-        learn = _possible(flow.schema.encode(to_table(other.rows, flow.schema), 1))
+        learn = flow.schema.encode(to_table(other.rows, flow.schema), 1, flow.gaps)
+        learn = _possible(_at(learn, np.flatnonzero(~np.isnan(learn.x).any(1))))
+    if not len(judged):
+        raise ValueError(f"data: expected rows without missing values; got none in {data}.")
     held = _at(rows, judged)
     found.rows = len(kept)
+    if not whole.all():
+        lacking = _n(int((~whole).sum()), "row")
+        found.said.append(f"Figures are of rows without missing values; {lacking} with some were left out.")
     _say(found, flow, rows, held, train, learn)
 
     # How likely rows are.

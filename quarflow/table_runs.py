@@ -19,7 +19,7 @@ from quarflow.checkpoint import save
 from quarflow.runs import value
 from quarflow.table_files import batches, take, to_table, writing
 from quarflow.table_flow import TableFlow, fit_table
-from quarflow.tables import Table, some
+from quarflow.tables import Table, check_present, some
 
 ROWS = 32_768  # of a part that is drawn
 
@@ -44,6 +44,8 @@ def fit(
     table = to_table(kept, kinds=kinds)
     settings = {name: value(text) for name, text in (model_options or {}).items()}
     settings = {name: tuple(v) if isinstance(v, list) else v for name, v in settings.items()}
+    used = {name: values for name, values in table.items() if kinds.get(name) != "drop"}
+    check_present(used, 1, table if options.get("missing") == "marginal" else ())
     flow, history = fit_table(table, columns=kinds, bounds=edges, model_options=settings, **options)
     save(flow, out)
     return {

@@ -499,7 +499,7 @@ def check_present(table: Table, first_row: int = 0, gaps: Iterable[str] = ()) ->
         raise ValueError(
             f"table: expected no missing values (NaN) and no inf; got {', '.join(list(bad.values())[:10])}"
             f"{' and more' * (len(bad) > 10)}. Fill or drop these rows, drop the column, or, for missing values, fit "
-            "with missing='marginal'."
+            "with missing='marginal' (--missing marginal)."
         )
 
 

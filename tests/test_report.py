@@ -452,3 +452,17 @@ def test_the_same_page_twice(fitted, tmp_path):
     assert "60 rows, held out: " in again.stdout
     names = [fitted[2].read_text(), Path(tmp_path / "r.html").read_text()]
     assert names[0] == names[1]
+
+
+def test_rows_with_gaps_are_left_out_and_said_to_be(tmp_path):
+    rng = np.random.default_rng(0)
+    table = {"a": rng.normal(size=120), "b": rng.normal(size=120)}
+    table["b"][::4] = np.nan
+    flow, _ = fit_table(table, missing="marginal", max_steps=20)
+    found, text = figures(flow, table, tmp_path)
+    assert found["kind"] == "held out"
+    assert found["rows"] == 90
+    assert "30 rows with some were left out" in Page(text).text
+    table["b"][:] = np.nan
+    with pytest.raises(ValueError, match="expected rows without missing values"):
+        figures(flow, table, tmp_path)
