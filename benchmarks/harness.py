@@ -147,7 +147,9 @@ def cpu() -> str:
 
 
 def commit() -> str | None:
-    """The commit, with ``-dirty`` where files other than results differ from it; None without git."""
+    """``QUARFLOW_COMMIT``, or else git's, with ``-dirty`` where files other than results differ; None without git."""
+    if said := os.environ.get("QUARFLOW_COMMIT"):
+        return said
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -500,7 +500,9 @@ def processor() -> str:
 
 
 def commit() -> str | None:
-    """The commit, with ``-dirty`` where the code differs from it; ``QUARFLOW_COMMIT`` where there is no git."""
+    """``QUARFLOW_COMMIT``, or else git's, with ``-dirty`` where the code differs from it; None without git."""
+    if said := os.environ.get("QUARFLOW_COMMIT"):
+        return said
 
     def git(*arguments: str) -> str:
         folder = Path(__file__).resolve().parent
@@ -516,4 +518,4 @@ def commit() -> str | None:
         dirty = git("status", "--porcelain", "--untracked-files=no", "--", *code)
         return git("rev-parse", "HEAD") + ("-dirty" if dirty else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("QUARFLOW_COMMIT")
+        return None
