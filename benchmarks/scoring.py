@@ -1,8 +1,8 @@
 """Rows scored per second: QuAR as `FlowDensity` takes it by default for a table, against zuko's neural spline flow.
 
 The spline flow has zuko's default layers, or widths that give it as many parameters as QuAR has. One CPU thread, all of
-them, and a GPU if there is one. All are in float32; `FlowDensity` scores in float64, which is a row of its own. Nothing
-is trained, as no time depends on the weights; QuAR has seen the rows, for its quantiles.
+them, and a GPU if there is one, in float32 and in float64, in which `FlowDensity` scores. Nothing is trained, as no
+time depends on the weights; QuAR has seen the rows, for its quantiles.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from quarflow.tables import Column, Schema
 
 OURS = "QuAR"
 WIDTH = 64  # of zuko's layers, by default
+DOUBLE = ", float64"
 
 
 def default_quar(x: Tensor, rows: int) -> nn.Module:
@@ -34,30 +35,37 @@ def default_quar(x: Tensor, rows: int) -> nn.Module:
     return qf.models.table(schema, **found["table"], **found["model"]).initialise(x).eval()
 
 
-def contestants(x: Tensor, rows: int) -> dict[str, tuple[nn.Module, Callable[[Tensor], Tensor]]]:
-    """Modules, and how each scores rows."""
-    ours = default_quar(x, rows)
-    double = copy.deepcopy(ours).double()
-    d, size = x.shape[1], sum(p.numel() for p in ours.parameters())
-    found = {OURS: (ours, ours.log_prob), f"{OURS}, float64": (double, lambda x: double.log_prob(x.double()))}
-    equal, default = matched(partial(zuko_flow, "NSF", d), size), zuko_flow("NSF", d, WIDTH)
-    for name, nsf in (("zuko NSF, as many parameters", equal), ("zuko NSF", default)):
-        found[name] = nsf.module, nsf.log_prob
+def contestants(x: Tensor, rows: int) -> dict[str, tuple[nn.Module, Callable[[nn.Module, Tensor], Tensor]]]:
+    """Modules, in float32 and in float64, and how they score rows."""
+    ours, d = default_quar(x, rows), x.shape[1]
+    size = sum(p.numel() for p in ours.parameters())
+    single: dict[str, tuple[nn.Module, Any]] = {
+        OURS: (ours, lambda module, x: module.log_prob(x)),
+        "zuko NSF, as many parameters": (matched(partial(zuko_flow, "NSF", d), size).module, _zuko),
+        "zuko NSF": (zuko_flow("NSF", d, WIDTH).module, _zuko),
+    }
+    double = {name + DOUBLE: (copy.deepcopy(module).double(), score) for name, (module, score) in single.items()}
+    return single | double
+
+
+def _zuko(module: Any, x: Tensor) -> Tensor:
+    found: Tensor = module().log_prob(x)
     return found
 
 
 def measure(d: int, batch: int, device: torch.device, rounds: int) -> list[dict[str, Any]]:
-    """A row of results for each contestant, with the ratio of rows per second: QuAR's over its own."""
+    """A row of results for each contestant, with the ratio of rows per second: QuAR's in its dtype over its own."""
     torch.manual_seed(0)
     x = mixture_of_gaussians(d).sample(batch).float().to(device)
     models = contestants(x.cpu(), rows=100_000)
 
-    def call(module: nn.Module, log_prob: Callable[[Tensor], Tensor]) -> Callable[[], float]:
+    def call(module: nn.Module, score: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[], float]:
         module.to(device)
+        rows = x.to(next(module.parameters()).dtype)
 
         @torch.no_grad()
         def once() -> None:
-            log_prob(x)
+            score(module, rows)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
@@ -69,7 +77,8 @@ def measure(d: int, batch: int, device: torch.device, rounds: int) -> list[dict[
         row = {"d": d, "device": device.type, "threads": torch.get_num_threads(), "batch": batch, "model": name}
         row["parameters"] = sum(p.numel() for p in module.parameters())
         row["rows_per_second"] = Spread.of([batch / s for s in seconds[name]])
-        rows.append(row | {"ratio": ratio(seconds[name], seconds[OURS])})
+        ours = OURS + DOUBLE * name.endswith(DOUBLE)
+        rows.append(row | {"ratio": ratio(seconds[name], seconds[ours])})
     return rows
 
 

@@ -320,10 +320,10 @@ def test_scoring(tmp_path, capsys):
     pytest.importorskip("zuko")
     rows = quick("scoring", tmp_path, capsys)["rows"]
     for row in rows:
-        if row["model"] == "QuAR":
+        if row["model"] in ("QuAR", "QuAR, float64"):
             size = row["parameters"]
             assert row["ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0}
-        elif row["model"] != "zuko NSF":
+        elif "as many" in row["model"]:
             assert abs(row["parameters"] - size) <= 0.05 * size
         assert row["rows_per_second"]["median"] > 0
 
