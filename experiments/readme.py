@@ -216,6 +216,48 @@ def section(result: dict[str, Any]) -> str:
     )
 
 
+def of_table1(folder: Path) -> str:
+    """Table 1: who has the lowest bits/dim, how they came down, and samples."""
+    result = read_json(folder / f"{table1.NAME}.json")
+    if not result:
+        return ""
+    found = dict(table1.rows(result))
+    lines = [
+        f"*Lowest on {IMAGES.get(data, data)}, {settings} settings:* {lowest(own)}"
+        for data in result
+        for settings in table1.SETTINGS
+        if len(own := {n[1]: row for n, row in found.items() if n[::2] == (data, settings) and row["test_bpd"]}) > 1
+    ]
+    drawn = [f"{table1.NAME}.png", *(path.name for path in sorted(folder.glob(f"{table1.NAME}_*_samples.png")))]
+    shown = [f"![Table 1](results/{name})" for name in drawn]
+    commands = dict.fromkeys(f"`{row['command']}`" for row in found.values())
+    where = dict.fromkeys(origin(row) for row in found.values())
+    of_samples = "A column for each of " + ", ".join(system.label for system in table1.SYSTEMS.values())
+    of_samples += ", a row for the published settings and one for the engine's, as far as they are finished."
+    return paragraphs(
+        "## Results of table 1",
+        "; ".join(commands),
+        table1.markdown(result),
+        bullets(lines),
+        shown[0],
+        *([of_samples, *shown[1:]] if shown[1:] else []),
+        " ".join(where),
+    )
+
+
+def lowest(found: Mapping[str, dict[str, Any]]) -> str:
+    """Who has the lowest bits/dim, and whether by more than two standard errors.
+
+    >>> found = {"glow": {"test_bpd": 1.2, "test_bpd_se": 0.01}, "quar": {"test_bpd": 1.0, "test_bpd_se": 0.01}}
+    >>> lowest(found)
+    'QuAR, 1.000 ± 0.010; then Glow, 1.200 ± 0.010.'
+    """
+    names = sorted(found, key=lambda name: found[name]["test_bpd"])
+    said = [f"{table1.SYSTEMS[name].label}, {with_error(found[name], 'test_bpd', 3)}" for name in names]
+    close = better(found[names[0]], found[names[1]], "test_bpd", -1) is None
+    return f"{said[0]}; {'within two standard errors' if close else 'then'} {'; '.join(said[1:])}."
+
+
 def of_images(name: str, folder: Path) -> str:
     """What is known of a data set of images: the result from scratch, pictures, and which choices helped."""
     result, choices = read_json(folder / f"{name}.json"), read_json(folder / f"{name}_choices.json")
@@ -276,7 +318,8 @@ def origin(result: dict[str, Any]) -> str:
 def with_results(text: str, folder: Path = FOLDER / "results") -> str:
     """The text of the README, with the results of ``folder`` behind the mark."""
     found = [read_json(folder / f"{module.NAME}.json") for module in MODULES]
-    parts = [*(section(result) for result in found if result), *(of_images(name, folder) for name in IMAGES)]
+    parts = [section(result) for result in found if result]
+    parts += [of_table1(folder), *(of_images(name, folder) for name in IMAGES)]
     return paragraphs(text.partition(MARK)[0] + MARK, *parts) + "\n"
 
 

@@ -6,19 +6,22 @@ one evaluation, and the same minutes. Each is trained twice: with the optimiser 
 (``"published"``), but for warm-up and schedule, which are the engine's, since theirs were made for days; and with the
 engine's own (``"engine"``).
 
-Each run is a folder as ``quarflow train`` writes it, ``OUT/runs/DATA-SYSTEM-SETTINGS``. One that is finished is kept,
-one that was cut goes on.
+A run that is finished is in ``OUT/table1.json``, its samples are in ``OUT/table1_DATA_samples.png``: that is all that the
+next command needs, on any machine, for the runs that are left. One that was cut is a folder as ``quarflow train`` writes
+it, ``OUT/runs/DATA-SYSTEM-SETTINGS``, and goes on where that folder is.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import gc
+import math
 import shlex
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,29 +29,36 @@ from typing import Any
 import torch
 
 from experiments.drawing import COLOURS, canvas, plain, save_png
+from experiments.images import curve
 from experiments.jobs import Mismatch
 from experiments.synthetic import parameters, provenance, read_json, write_json
 from quarflow.checkpoint import load
 from quarflow.checks import check_choice, check_count, check_positive
 from quarflow.data.images import SOURCES, Images
+from quarflow.graph_training import SIZES, WARM_UP, GraphTrainer
+from quarflow.precision import PRECISIONS
 from quarflow.runs import TRAINING, Run, images_of, train
 from quarflow.training import Options, Rows, Trainer, TrainingDiverged
 
 NAME = "table1"
 DATA = ("mnist", "cifar10")
 SETTINGS = ("published", "engine")
+SAID = ("label", "published_bpd", "published_parameters")  # of a system, whatever its settings
 ROUNDS = 20  # of timing
+FIRST = WARM_UP + 2 * len(SIZES)  # steps on a GPU in which kernels are compiled and graphs are captured
 BATCH = 64  # images of a timed draw
+TILE = 320  # pixels of a grid of samples
 
 
 @dataclass(frozen=True)
 class System:
-    """A model of the table: its options by data set, its authors' optimiser settings and bits/dim."""
+    """A model of the table: its options by data set, its authors' optimiser settings, bits/dim and parameters."""
 
     label: str
     model: str
     published: Mapping[str, Any]
     bpd: Mapping[str, float]
+    size: Mapping[str, float] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)  # beyond the sizes of `quarflow.runs`
     of_data: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # and those of one data set
 
@@ -68,7 +78,9 @@ SYSTEMS = {
         "residual_image",
         {"learning_rate": 1e-3, "batch_size": 64, "ema": 0.999, "clip": 1.0},
         {"mnist": 0.970, "cifar10": 3.280},
-        of_data={"cifar10": {"hidden": 512}},
+        {"mnist": 16.6e6, "cifar10": 25.2e6},
+        {"dense_blocks": 4},
+        {"cifar10": {"hidden": 512}},
     ),
     # Kingma & Dhariwal 2018: 64 images on each of 8 devices, no average of the weights.
     "glow": System(
@@ -76,6 +88,7 @@ SYSTEMS = {
         "glow",
         {"learning_rate": 1e-3, "batch_size": 512, "ema": 0.0, "clip": None, "optimizer": "adamax"},
         {"mnist": 1.05, "cifar10": 3.35},
+        {"cifar10": 44.0e6},
     ),
     # Ho et al. 2019.
     "flowpp": System(
@@ -83,6 +96,7 @@ SYSTEMS = {
         "flowpp",
         {"learning_rate": 3e-4, "batch_size": 64, "ema": 0.999, "clip": 1.0},
         {"cifar10": 3.29},
+        {"cifar10": 32.3e6},  # of the ablation with uniform noise, which the 3.29 are of; the whole model has 31.4 M
         {"dropout": 0.2},
     ),
 }
@@ -101,6 +115,7 @@ class Table:
     settings: tuple[str, ...] = SETTINGS
     minutes: float | None = None  # of each run; 5 if there is no number of steps either
     steps: int | None = None
+    precision: str = "full"  # of all runs
     device: str = "cpu"
     folder: str | None = None
     download: bool = False
@@ -111,6 +126,7 @@ class Table:
                 raise ValueError(f"{name}: expected one or more of {', '.join(choices)}; got none.")
             for value in getattr(self, name):
                 check_choice(name, value, choices)
+        check_choice("precision", self.precision, PRECISIONS)
         if self.steps is not None:
             check_count("steps", self.steps)
         elif self.minutes is None:
@@ -126,6 +142,7 @@ class Table:
             "max_steps": self.steps,
             "max_seconds": None if self.minutes is None else 60 * self.minutes,
             "patience": None,
+            "precision": self.precision,
         }
         own = chosen.published if settings == "published" else TRAINING
         given = {"folder": self.folder, "download": self.download}
@@ -146,66 +163,99 @@ class Table:
 def reproduce(
     table: Table, out: Path, fresh: bool = False, say: Callable[[str], object] = lambda text: None
 ) -> list[Path]:
-    """Trains what is not finished; writes ``table1.json``, ``.md``, ``.png`` and a grid of samples for each run."""
+    """Trains what is not finished; writes ``table1.json``, ``.md``, ``.png`` and a picture of samples of each data set.
+
+    They are written after each run, with all runs that were in the file before, of other systems too.
+    """
     planned = [
         (data, system, settings)
         for data in table.data
-        for system in table.models or SYSTEMS
         for settings in table.settings
+        for system in table.models or SYSTEMS
     ]
     (out / "runs").mkdir(parents=True, exist_ok=True)
+    found = read_json(out / f"{NAME}.json") or {}
     for names in planned:  # an error now, not after hours
-        _same(table.run(*names), out / "runs" / "-".join(names), fresh)
+        _same(table.run(*names), out, names, found, fresh)
     images: dict[str, Images] = {}
-    found: dict[str, Any] = {}
-    for data, system, settings in planned:
-        run, folder = table.run(data, system, settings), out / "runs" / f"{data}-{system}-{settings}"
-        numbers = read_json(folder / "table1.json")
-        if numbers is None:
+    for names in planned:
+        run, (data, system, settings) = table.run(*names), names
+        of = SYSTEMS[system]
+        if row_of(found, *names) is None:
             if data not in images:
                 images[data] = images_of(data, run.data)
-            say(f"{data}: {SYSTEMS[system].label}, {settings} settings")
-            numbers = _numbers(run, images[data], folder, table.device, say)
-            write_json(folder / "table1.json", numbers)
-        entry = found.setdefault(data, {}).setdefault(
-            system, {"label": SYSTEMS[system].label, "published_bpd": SYSTEMS[system].bpd.get(data)}
-        )
-        # The first of the settings is that of the row itself.
-        entry |= numbers if settings == table.settings[0] else {settings: numbers}
-    head = {
-        "figure": NAME,
-        "command": table.command(),
-        **provenance(table.device),
-        "settings": {"minutes": table.minutes, "steps": table.steps, "of": table.settings[0]},
-    }
-    written = [out / f"{NAME}.json", out / f"{NAME}.md", out / f"{NAME}.png"]
-    write_json(written[0], {**head, **found})
-    written[1].write_text(markdown({**head, **found}) + "\n")
-    draw(planned, out, written[2])
-    return written + [path for each in planned if (path := out / "runs" / "-".join(each) / "samples.png").exists()]
+            say(f"{data}: {of.label}, {settings} settings")
+            folder = out / "runs" / "-".join(names)
+            numbers = _numbers(run, images[data], folder, table.device, say) | {"command": table.command()}
+            row = found.setdefault(data, {}).setdefault(system, {})
+            row |= dict(zip(SAID, (of.label, of.bpd.get(data), of.size.get(data)), strict=True))
+            # The published settings are those of the row itself.
+            row |= numbers if settings == SETTINGS[0] else {settings: numbers}
+            if (folder / "samples.png").exists():
+                paste(folder / "samples.png", out / f"{NAME}_{data}_samples.png", system, settings)
+        write_json(out / f"{NAME}.json", {"figure": NAME, **found})
+        (out / f"{NAME}.md").write_text(markdown(found) + "\n")
+        draw(found, out / f"{NAME}.png")
+    samples = [out / f"{NAME}_{data}_samples.png" for data in table.data]
+    return [out / f"{NAME}.json", out / f"{NAME}.md", out / f"{NAME}.png", *(path for path in samples if path.exists())]
 
 
-def _same(run: Run, folder: Path, fresh: bool) -> None:
-    """An error where a folder is of another run."""
+def row_of(result: Mapping[str, Any], data: str, system: str, settings: str) -> dict[str, Any] | None:
+    """What is known of a run, if it is finished."""
+    row = result.get(data, {}).get(system, {})
+    found: dict[str, Any] | None = row if settings == SETTINGS[0] else row.get(settings)
+    return found if found and "config" in found else None
+
+
+def rows(result: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str, str], dict[str, Any]]]:
+    """All runs that are finished, in the order of the table: data, system, settings; what is known."""
+    for data in SOURCES:
+        for system in SYSTEMS:
+            for settings in SETTINGS:
+                if row := row_of(result, data, system, settings):
+                    yield (data, system, settings), row
+
+
+def _config(run: Run) -> str:
+    """What decides the result of a run."""
+    return dataclasses.replace(run, data={}).to_toml()
+
+
+def _same(run: Run, out: Path, names: tuple[str, str, str], found: dict[str, Any], fresh: bool) -> None:
+    """An error where what is there is of another run; with ``fresh`` it is gone."""
+    folder, row = out / "runs" / "-".join(names), row_of(found, *names)
     if fresh:
         shutil.rmtree(folder, ignore_errors=True)
+        for key in [key for key in row or {} if key not in (*SETTINGS, *SAID)]:
+            del (row or {})[key]
+        return
     config = folder / "config.toml"
-    if config.exists() and config.read_text() != run.to_toml():
-        raise Mismatch(
-            f"{folder}: a run with other options is there. Give its options, another --out, or --fresh to train anew."
-        )
+    for where, there, own in (
+        (folder, config.read_text() if config.exists() else None, run.to_toml()),
+        (out / f"{NAME}.json", None if row is None else row["config"], _config(run)),
+    ):
+        if there is not None and there != own:
+            raise Mismatch(
+                f"{where}: {'-'.join(names)} is there with other options. Give these, another --out, or --fresh to "
+                "train anew."
+            )
 
 
 def _numbers(
     run: Run, images: Images, folder: Path, device: str, say: Callable[[str], object]
 ) -> dict[str, Any]:
-    """What is measured of a run, which is trained, or trained on, first."""
+    """What is measured of a run, which is trained, or trained on: steps first, so that kernels are compiled then."""
     with torch.random.fork_rng():
         live, every = parameters(run.build(images.shape))
     numbers: dict[str, Any] = {"parameters": live, "parameters_with_masked": every}
-    numbers |= {"test_bpd": None, "test_bpd_se": None, "sample_ms": None, "diverged": None}
-    started = time.monotonic()
+    numbers |= {"test_bpd": None, "test_bpd_se": None, "validation_bpd": None, "sample_ms": None, "diverged": None}
     folder.mkdir(exist_ok=True)
+    costs = read_json(folder / "costs.json")  # of a run that was cut after that
+    if costs is None:
+        costs = step_costs(run, images, device)
+        write_json(folder / "costs.json", costs)
+    gc.collect()  # a graph holds its memory
+    started = time.monotonic()
     try:
         result = read_json(folder / "result.json") or train(run, folder, device, resume=True, say=say)
         numbers |= {name: result[name] for name in ("test_bpd", "test_bpd_se", "validation_bpd", "steps", "minutes")}
@@ -215,7 +265,23 @@ def _numbers(
         numbers |= {"diverged": str(error), "steps": steps[-1] if steps else 0}
         numbers["minutes"] = (time.monotonic() - started) / 60
         say(f"diverged: {error}")
-    return {**numbers, **step_costs(run, images, device), **provenance(device)}
+    seen = {"curve": curve(folder / "log.jsonl"), "config": _config(run)}
+    return {**numbers, **costs, **seen, **provenance(device)}
+
+
+def paste(grid: Path, into: Path, system: str, settings: str) -> None:
+    """A grid of samples at its place in a picture of a data set: a column for each system, a row for each settings."""
+    from PIL import Image
+
+    size = (TILE * len(SYSTEMS), TILE * len(SETTINGS))
+    whole = Image.new("RGB", size, "white")
+    if into.exists():
+        with Image.open(into) as before:
+            whole.paste(before.convert("RGB"))
+    with Image.open(grid) as picture:
+        tile = picture.convert("RGB").resize((TILE - 8, TILE - 8), Image.Resampling.NEAREST)
+    whole.paste(tile, (TILE * list(SYSTEMS).index(system) + 4, TILE * SETTINGS.index(settings) + 4))
+    whole.save(into, optimize=True)
 
 
 def sample_ms(path: Path, device: str) -> float:
@@ -230,28 +296,36 @@ def sample_ms(path: Path, device: str) -> float:
 
 
 def step_costs(run: Run, images: Images, device: str) -> dict[str, float | None]:
-    """The median milliseconds of a training step, and, on a CUDA device, the most memory that one takes."""
+    """The median milliseconds of a training step, the seconds that the first ones take beyond that, to compile kernels
+    and capture graphs, and, on a CUDA device, the most memory.
+    """
     flow = run.build(images.shape).to(device)
-    rows = Rows(images.train[: max(256, 2 * run.training.batch_size)].to(device))
-    options = Options(**dataclasses.asdict(run.training) | {"max_steps": ROUNDS + 3, "max_seconds": None})
-    found: list[float] = []
     cuda = torch.device(device).type == "cuda"
+    some = Rows(images.train[: max(256, 2 * run.training.batch_size)].to(device))
+    first = FIRST if cuda and run.graph else 3
+    steps = first + ROUNDS
+    options = Options(**dataclasses.asdict(run.training) | {"max_steps": steps, "max_seconds": None})
+    found: list[float] = []
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        flow.initialise(rows.values(flow.base.anchor))
-        trainer = Trainer(flow.train(), rows, None, options)
+        flow.initialise(some.values(flow.base.anchor))
+        trainer = (GraphTrainer if cuda and run.graph else Trainer)(flow.train(), some, None, options)
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-        try:
-            for _ in range(ROUNDS + 3):
+        # A run that diverges says so itself; here only time counts.
+        with suppress(TrainingDiverged), trainer.queued():
+            for _ in range(steps):
                 start = time.perf_counter()
                 trainer.advance()
                 _wait(device)
                 found.append(time.perf_counter() - start)
-        except TrainingDiverged:  # of the run itself this is told; here only time counts
-            pass
+    step = statistics.median(found[first:] or found)
     memory = torch.cuda.max_memory_allocated() / 2**20 if cuda else None
-    return {"step_ms": 1e3 * statistics.median(found[3:] or found), "memory_mib": memory}
+    return {
+        "step_ms": 1e3 * step,
+        "compile_seconds": max(0.0, math.fsum(found[:first]) - step * len(found[:first])),
+        "memory_mib": memory,
+    }
 
 
 def _wait(device: str) -> None:
@@ -263,51 +337,50 @@ def markdown(result: Mapping[str, Any]) -> str:
     """The table, a row for each run.
 
     >>> row = {"label": "Glow", "published_bpd": 1.05, "test_bpd": 1.2, "test_bpd_se": 0.01, "parameters": 1000}
-    >>> row |= {"parameters_with_masked": 1000, "minutes": 5.0, "steps": 9, "step_ms": 2.0, "memory_mib": None}
-    >>> result = {"settings": {"of": "published"}, "mnist": {"glow": row | {"sample_ms": 0.5}}}
-    >>> print(markdown(result).splitlines()[-1][:55])
+    >>> row |= {"parameters_with_masked": 1000, "published_parameters": None, "minutes": 5.0, "steps": 9}
+    >>> row |= {"step_ms": 2.0, "compile_seconds": 1.0, "memory_mib": None, "config": ""}
+    >>> print(markdown({"mnist": {"glow": row | {"sample_ms": 0.5}}}).splitlines()[-1][:55])
     | mnist | Glow | published | 1.05 | 1.200 ± 0.010 | 1,0
     """
     head = ["data", "system", "settings", "published bits/dim", "bits/dim", "parameters (with masked)"]
-    head += ["minutes", "steps", "step, ms", "memory, MiB", "draw, ms"]
+    head += ["published", "minutes", "steps", "step, ms", "first steps, s", "memory, MiB", "draw, ms"]
     lines = [head, ["---"] * len(head)]
-    for data in SOURCES:
-        for system in result.get(data, {}).values():
-            rows = {result["settings"]["of"]: system, **{name: system[name] for name in SETTINGS if name in system}}
-            for settings, row in rows.items():
-                bpd = "diverged" if row["test_bpd"] is None else f"{row['test_bpd']:.3f} ± {row['test_bpd_se']:.3f}"
-                published = system["published_bpd"]
-                lines.append(
-                    [
-                        data,
-                        system["label"],
-                        settings,
-                        "" if published is None else str(published),
-                        bpd,
-                        f"{row['parameters']:,} ({row['parameters_with_masked']:,})",
-                        f"{row['minutes']:.1f}",
-                        f"{row['steps']:,}",
-                        f"{row['step_ms']:.1f}",
-                        "" if row["memory_mib"] is None else f"{row['memory_mib']:,.0f}",
-                        "" if row["sample_ms"] is None else f"{row['sample_ms']:.2f}",
-                    ]
-                )
+    for (data, system, settings), row in rows(result):
+        entry = result[data][system]
+        lines.append(
+            [
+                data,
+                entry["label"],
+                settings,
+                _or_nothing(entry["published_bpd"], ""),
+                "diverged" if row["test_bpd"] is None else f"{row['test_bpd']:.3f} ± {row['test_bpd_se']:.3f}",
+                f"{row['parameters']:,} ({row['parameters_with_masked']:,})",
+                _or_nothing(entry["published_parameters"], ",.0f"),
+                f"{row['minutes']:.1f}",
+                f"{row['steps']:,}",
+                f"{row['step_ms']:.1f}",
+                f"{row['compile_seconds']:.1f}",
+                _or_nothing(row["memory_mib"], ",.0f"),
+                _or_nothing(row["sample_ms"], ".2f"),
+            ]
+        )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def draw(planned: list[tuple[str, str, str]], out: Path, path: Path) -> None:
+def _or_nothing(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def draw(result: Mapping[str, Any], path: Path) -> None:
     """Bits/dim on held-out images against minutes of training: a panel for each data set."""
-    sets = list(dict.fromkeys(data for data, _, _ in planned))
+    sets = [data for data in SOURCES if data in result]
     figure = canvas(4.2 * len(sets), 3.0)
     panels = dict(zip(sets, figure.subplots(1, len(sets), squeeze=False)[0], strict=True))
     colours = dict(zip(SYSTEMS, COLOURS, strict=False))
-    for data, system, settings in planned:
-        log = out / "runs" / f"{data}-{system}-{settings}" / "log.jsonl"
-        entries = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-        seen = [each for each in entries if "validation_bpd" in each]
+    for (data, system, settings), row in rows(result):
         panels[data].plot(
-            [each["seconds"] / 60 for each in seen],
-            [each["validation_bpd"] for each in seen],
+            [minutes for minutes, _ in row["curve"]],
+            [bits for _, bits in row["curve"]],
             color=colours[system],
             linestyle="-" if settings == SETTINGS[0] else ":",
             linewidth=1.2,

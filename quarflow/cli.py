@@ -136,6 +136,9 @@ def reproduce(
     settings: Annotated[
         str, typer.Option(metavar="NAME,...", help="Of table1: each system's published optimiser, the engine's own.")
     ] = "published,engine",
+    precision: Annotated[
+        str, typer.Option(help="Of table1: of the products of all runs: full, tf32 or bf16.")
+    ] = "full",
     folder: Folder = None,
     download: Download = False,
 ) -> None:
@@ -154,6 +157,7 @@ def reproduce(
             "settings": _names(settings),
             "minutes": minutes,
             "steps": steps,
+            "precision": precision,
             "device": device.value,
             "folder": None if folder is None else str(folder),
             "download": download,

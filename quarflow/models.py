@@ -638,9 +638,14 @@ class _ImageStack(_Image):
     trick: bool = True
     mixing: str | None = "reverse"
     factor_out: bool = False  # half of the channels are finished at each squeeze
+    dense_blocks: int = 0  # fully connected blocks behind the last scale
+    dense_hidden: tuple[int, ...] = (1,)  # units of their layers
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        hidden = self.dense_hidden
+        object.__setattr__(self, "dense_hidden", tuple(hidden) if isinstance(hidden, list) else hidden)
+        check_count("dense_blocks", self.dense_blocks, least=0)
         check_choice("mixing", self.mixing, ("reverse", None))
         _scales(self.shape, self.blocks, self.factor_out)
 
@@ -648,9 +653,17 @@ class _ImageStack(_Image):
         """One block for images of ``shape``, with fresh weights; the first of a flow has no ``opening`` activation."""
         raise NotImplementedError(f"{type(self).__name__} must define block(shape, opening) -> Transform.")
 
+    def dense_block(self, size: int) -> Transform:
+        """One block for all ``size`` values of an image."""
+        raise NotImplementedError(f"{type(self).__name__} must define dense_block(size) -> Transform.")
+
     def last(self, shape: tuple[int, int, int]) -> list[Transform]:
         """What comes behind the last scale."""
-        return []
+        size = torch.Size(shape).numel()
+        steps: list[Transform] = []
+        for _ in range(self.dense_blocks):
+            steps += [*([Reverse()] if self.mixing else []), self.dense_block(size), ActNorm(size, self.context)]
+        return [Reshape(shape, (size,)), *steps, Reshape((size,), shape)] if steps else []
 
     def assemble(self) -> Flow:
         shapes, scales = _scales(self.shape, self.blocks, self.factor_out), []
@@ -675,15 +688,11 @@ class QuarImageConfig(_ImageStack, ModelConfig):
     order: str = "pixel"  # of the coordinates: "pixel", raster order (the paper's), or "channel"
     lipschitz: str = "coordinate"  # a bound for each channel; the paper: "diagonal", the largest for all
     bound: str | None = None
-    dense_blocks: int = 0  # fully connected blocks behind the last scale
-    dense_hidden: tuple[int, ...] = (1,)  # their units for each value of the image
+    dense_hidden: tuple[int, ...] = (1,)  # units for each value of the image
     solver: str = "newton"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        hidden = self.dense_hidden
-        object.__setattr__(self, "dense_hidden", tuple(hidden) if isinstance(hidden, list) else hidden)
-        check_count("dense_blocks", self.dense_blocks, least=0)
         check_choice("solver", self.solver, SOLVERS)
 
     def block(self, shape: tuple[int, int, int], opening: bool) -> Transform:
@@ -701,23 +710,18 @@ class QuarImageConfig(_ImageStack, ModelConfig):
         )
         return Residual(net, solver=SOLVERS[self.solver]())
 
-    def last(self, shape: tuple[int, int, int]) -> list[Transform]:
-        size = torch.Size(shape).numel()
-        steps: list[Transform] = []
-        for _ in range(self.dense_blocks):
-            net = TriangularNet(
-                size,
-                self.dense_hidden,
-                self.context,
-                self.activation,
-                self.lipschitz,
-                self.sigma,
-                self.trick,
-                self.bound,
-            )
-            steps += [*([Reverse()] if self.mixing else []), Residual(net, solver=SOLVERS[self.solver]())]
-            steps += [ActNorm(size, self.context)]
-        return [Reshape(shape, (size,)), *steps, Reshape((size,), shape)] if steps else []
+    def dense_block(self, size: int) -> Transform:
+        net = TriangularNet(
+            size,
+            self.dense_hidden,
+            self.context,
+            self.activation,
+            self.lipschitz,
+            self.sigma,
+            self.trick,
+            self.bound,
+        )
+        return Residual(net, solver=SOLVERS[self.solver]())
 
 
 def quar_image(shape: tuple[int, int, int], context: int = 0, **options: Any) -> Flow:
@@ -742,7 +746,7 @@ def quar_image(shape: tuple[int, int, int], context: int = 0, **options: Any) ->
 
 @dataclass(frozen=True)
 class ResidualImageConfig(_ImageStack, ModelConfig):
-    """Options of `residual_image`; by default the published ones."""
+    """Options of `residual_image`; by default the published ones, without the fully connected blocks."""
 
     name: ClassVar[str] = "residual_image"
 
@@ -750,6 +754,7 @@ class ResidualImageConfig(_ImageStack, ModelConfig):
     sigma: float = 0.98**3  # 0.98 for each layer
     trick: bool = False
     mixing: str | None = None
+    dense_hidden: tuple[int, ...] = (128, 128)
     logdet: str = "roulette"
     exact_terms: int = 2  # of the roulette in training, and `rate` more on average
     distribution: str = "poisson"
@@ -772,6 +777,15 @@ class ResidualImageConfig(_ImageStack, ModelConfig):
             self.sigma,
             self.trick,
         )
+        return self.residual(net)
+
+    def dense_block(self, size: int) -> Transform:
+        return self.residual(
+            ContractiveNet(size, self.dense_hidden, self.context, self.activation, self.sigma, self.trick)
+        )
+
+    def residual(self, net: ContractiveConvNet | ContractiveNet) -> Transform:
+        """The block of a network."""
         logdet: torch.nn.Module = FullLogDet()
         if self.logdet == "roulette":
             logdet = RouletteLogDet(
@@ -794,8 +808,8 @@ def residual_image(shape: tuple[int, int, int], context: int = 0, **options: Any
         shape: (channels, height, width).
         context: number of conditioning features, 0 for none.
         **options: the fields of `ResidualImageConfig`: ``blocks``, ``hidden``, ``activation``, ``sigma``, ``trick``,
-            ``mixing``, ``factor_out``, ``alpha``, ``base``, ``logdet``, ``exact_terms``, ``distribution``, ``rate``,
-            ``eval_exact_terms``, ``memory_saving``.
+            ``mixing``, ``factor_out``, ``dense_blocks`` (published: 4), ``dense_hidden``, ``alpha``, ``base``,
+            ``logdet``, ``exact_terms``, ``distribution``, ``rate``, ``eval_exact_terms``, ``memory_saving``.
 
     >>> residual_image((1, 4, 4), blocks=(1, 1), hidden=8).log_prob(torch.rand(3, 1, 4, 4)).shape
     torch.Size([3])

@@ -53,6 +53,9 @@ MODELS = {
     "residual_image, trick": lambda c: qf.models.residual_image(
         (2, 2, 2), c, blocks=(2,), hidden=6, logdet="full", trick=True, activation="elu"
     ),
+    "residual_image, dense": lambda c: qf.models.residual_image(
+        (1, 2, 4), c, blocks=(1, 1), hidden=6, logdet="full", dense_blocks=2, dense_hidden=(5, 4), mixing="reverse"
+    ),
     "glow": lambda c: qf.models.glow((1, 4, 4), c, blocks=(2, 1), hidden=6),
     "glow, one scale": lambda c: qf.models.glow((3, 2, 2), c, blocks=(2,), hidden=6),
     "flowpp": lambda c: qf.models.flowpp((1, 4, 4), c, blocks=(2, 3), **FLOWPP),
