@@ -6,9 +6,9 @@ one evaluation, and the same minutes. Each is trained twice: with the optimiser 
 (``"published"``), but for warm-up and schedule, which are the engine's, since theirs were made for days; and with the
 engine's own (``"engine"``).
 
-A run that is finished is in ``OUT/table1.json``, its samples are in ``OUT/table1_DATA_samples.png``: that is all that the
-next command needs, on any machine, for the runs that are left. One that was cut is a folder as ``quarflow train`` writes
-it, ``OUT/runs/DATA-SYSTEM-SETTINGS``, and goes on where that folder is.
+A run that is finished is in ``OUT/table1.json``, its samples are in ``OUT/table1_DATA_samples.png``: these are all that
+the next command needs, on any machine, for the runs that are left. One that was cut is a folder as ``quarflow train``
+writes it, ``OUT/runs/DATA-SYSTEM-SETTINGS``, and goes on where that folder is.
 """
 
 from __future__ import annotations

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from enum import StrEnum
 from pathlib import Path
@@ -65,6 +66,7 @@ class Figure(StrEnum):
     figure3 = "figure3"
     figures4_6 = "figures4-6"
     table1 = "table1"
+    stability = "stability"
     all = "all"
 
 
@@ -89,7 +91,7 @@ def reproduce(
         typer.Argument(
             help="figure2: the Lipschitz Trick. figure3: log-density contours under three kinds of flow. "
             "figures4-6: where the modes are after each transform. all: these figures. "
-            "table1: bits/dim of four flows of images.",
+            "table1: bits/dim of four flows of images. stability: the rates and batch sizes at which these train.",
             show_default=False,
         ),
     ],
@@ -101,7 +103,7 @@ def reproduce(
         typer.Option(
             min=1,
             help="Updates of each model; a few hundred for a quick look.",
-            show_default="20000; table1: as many as --minutes allow",
+            show_default="20000; table1: as many as --minutes allow; stability: 200",
         ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each model, with seeds 0, 1, ...")] = 5,
@@ -110,8 +112,8 @@ def reproduce(
         typer.Option(
             metavar="NAME,...",
             help="Only these of figure 3: maf, residual, quar, quar-coordinate; "
-            "of table1: quar, residual, glow, flowpp.",
-            show_default="all of them",
+            "of table1 and stability: quar, residual, glow, flowpp.",
+            show_default="all of them; stability: without residual",
         ),
     ] = "",
     also: Annotated[
@@ -131,14 +133,22 @@ def reproduce(
         float | None, typer.Option(help="Of table1: of training of each run.", show_default="5, without --steps")
     ] = None,
     data: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Of table1: data sets; digits for a quick look.")
-    ] = "mnist,cifar10",
+        str,
+        typer.Option(
+            metavar="NAME,...",
+            help="Of table1: data sets; digits for a quick look. Of stability: one of them.",
+            show_default="mnist,cifar10; stability: digits",
+        ),
+    ] = "",
     settings: Annotated[
         str, typer.Option(metavar="NAME,...", help="Of table1: each system's published optimiser, the engine's own.")
     ] = "published,engine",
     precision: Annotated[
-        str, typer.Option(help="Of table1: of the products of all runs: full, tf32 or bf16.")
+        str, typer.Option(help="Of table1 and stability: of the products of all runs: full, tf32 or bf16.")
     ] = "full",
+    rates: Annotated[
+        str, typer.Option(metavar="RATE,...", help="Of stability: learning rates.", show_default="2e-5 to 0.1")
+    ] = "",
     folder: Folder = None,
     download: Download = False,
 ) -> None:
@@ -150,20 +160,21 @@ def reproduce(
     experiments = _experiments()
     if importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("reproduce draws with matplotlib: pip install 'quarflow[plots]'.")
-    if figure is Figure.table1:
-        options = {
-            "data": _names(data),
+    if figure in (Figure.table1, Figure.stability):
+        options: dict[str, Any] = {
             "models": _names(models),
-            "settings": _names(settings),
-            "minutes": minutes,
             "steps": steps,
             "precision": precision,
             "device": device.value,
             "folder": None if folder is None else str(folder),
             "download": download,
         }
+        if figure is Figure.stability:
+            given = {"data": data, "rates": _numbers("rates", rates), **options}
+            return _stability({name: value for name, value in given.items() if value}, out, fresh)
+        options |= {"data": _names(data or "mnist,cifar10"), "settings": _names(settings), "minutes": minutes}
         return _table1(options, out, fresh)
-    every = tuple(f.value for f in Figure if f not in (Figure.all, Figure.table1))
+    every = tuple(f.value for f in Figure if f not in (Figure.all, Figure.table1, Figure.stability))
     try:
         chosen = experiments.Settings(
             figures=every if figure is Figure.all else (figure.value,),
@@ -195,23 +206,45 @@ def reproduce(
         raise typer.Exit(1)
 
 
+def _numbers(name: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in _names(text))
+    except ValueError as error:
+        raise typer.BadParameter(f"{name}: expected numbers, with commas between them; got {text!r}.") from error
+
+
 def _table1(options: dict[str, Any], out: Path, fresh: bool) -> None:
     """`reproduce` of table 1."""
     from experiments import table1
 
-    console = Console(stderr=True)
-    try:
-        with terminable(), _errors():
-            _check_device(Device(options["device"]))
-            written = table1.reproduce(
-                table1.Table(**options), out, fresh, lambda text: console.print(text, highlight=False)
-            )
-    except KeyboardInterrupt:
-        console.print("Interrupted. What is finished is kept; the same command goes on from here.")
-        raise typer.Exit(INTERRUPTED) from None
+    written = _of_images(options["device"], lambda say: table1.reproduce(table1.Table(**options), out, fresh, say))
     typer.echo((out / "table1.md").read_text())
     for path in written:
         typer.echo(path)
+
+
+def _stability(options: dict[str, Any], out: Path, fresh: bool) -> None:
+    """`reproduce` of stability."""
+    from experiments import stability
+
+    def make(say: Callable[[str], object]) -> list[Path]:
+        return stability.reproduce(stability.Stability(**options), out, fresh, say)
+
+    written = _of_images(options["device"], make)
+    for line in (*stability.verdicts(json.loads(written[0].read_text())), *written):
+        typer.echo(line)
+
+
+def _of_images(device: str, make: Callable[[Callable[[str], object]], list[Path]]) -> list[Path]:
+    """What ``make`` writes, with errors as the command line has them; what it says goes to stderr."""
+    console = Console(stderr=True)
+    try:
+        with terminable(), _errors():
+            _check_device(Device(device))
+            return make(lambda text: console.print(text, highlight=False))
+    except KeyboardInterrupt:
+        console.print("Interrupted. What is finished is kept; the same command goes on from here.")
+        raise typer.Exit(INTERRUPTED) from None
 
 
 class Missing(StrEnum):
