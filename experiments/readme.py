@@ -1,6 +1,7 @@
-"""The numbers of README.md, from the results that are committed: ``python -m experiments.readme``.
+"""The numbers of README.md and of docs/which_flow.md, from the results that are committed.
 
-Everything behind the mark is written here, so that no number or verdict in it can be older than its result.
+Everything behind the mark is written by ``python -m experiments.readme``, so that no number or verdict in it can be
+older than its result.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import figure2, figure3, figures4_6, table1
+from experiments import figure2, figure3, figures4_6, stability, table1
 from experiments.synthetic import read_json
 
 FOLDER = Path(__file__).resolve().parent
 MARK = "<!-- results: written by `python -m experiments.readme` -->"
 MODULES = (figure2, figure3, figures4_6)
 IMAGES = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
+BENCHMARKS = FOLDER.parent / "benchmarks" / "results"
+WHICH = FOLDER.parent / "docs" / "which_flow.md"
+COSTS = ("QuAR", "zuko MAF", "zuko NSF", "normflows residual")  # of benchmarks/results/vectors_cpu.json
 AS_IT_IS = "as it is"  # the choice that changes nothing
 
 
@@ -245,6 +249,25 @@ def of_table1(folder: Path) -> str:
     )
 
 
+def of_stability(folder: Path) -> str:
+    """Who trains at which rates and batch sizes, for each data set."""
+    parts = []
+    for path in sorted(folder.glob(f"{stability.NAME}_*.json")):
+        result = read_json(path) or {}
+        steps, data = result["settings"]["steps"], result["settings"]["data"]
+        where = dict.fromkeys(origin(row) for row in result["runs"])
+        parts += [
+            f"## Stability on {IMAGES.get(data, data)}",
+            "; ".join(dict.fromkeys(f"`{row['command']}`" for row in result["runs"])),
+            f"Bits/dim of held-out images after {steps} steps. A cross is a run that diverged, or ended worse than it "
+            "began.",
+            f"![Stability on {data}](results/{path.stem}.png)",
+            bullets(stability.verdicts(result)),
+            " ".join(where),
+        ]
+    return paragraphs(*parts)
+
+
 def lowest(found: Mapping[str, dict[str, Any]]) -> str:
     """Who has the lowest bits/dim, and whether by more than two standard errors.
 
@@ -319,14 +342,124 @@ def with_results(text: str, folder: Path = FOLDER / "results") -> str:
     """The text of the README, with the results of ``folder`` behind the mark."""
     found = [read_json(folder / f"{module.NAME}.json") for module in MODULES]
     parts = [section(result) for result in found if result]
-    parts += [of_table1(folder), *(of_images(name, folder) for name in IMAGES)]
+    parts += [of_table1(folder), of_stability(folder), *(of_images(name, folder) for name in IMAGES)]
     return paragraphs(text.partition(MARK)[0] + MARK, *parts) + "\n"
+
+
+def which_flow(text: str, results: Path = FOLDER / "results", benchmarks: Path = BENCHMARKS) -> str:
+    """The text of docs/which_flow.md, with figures of results behind the mark."""
+    parts = [of_densities(results), of_costs(benchmarks), of_tables(benchmarks), of_pictures(results)]
+    return paragraphs(text.partition(MARK)[0] + MARK, *parts) + "\n"
+
+
+def of_densities(folder: Path) -> str:
+    """Who comes nearest to a density that is known: figure 3."""
+    result = read_json(folder / f"{figure3.NAME}.json")
+    if not result:
+        return ""
+    models = sorted(result["models"].values(), key=lambda model: model["kl_nats"])
+    rows = [
+        [
+            model["label"],
+            with_error(model, "kl_nats", 4),
+            with_error(model, "sparse_log_error", 2),
+            f"{model['step_ms']:.0f}",
+        ]
+        for model in models
+    ]
+    head = ["model", "nats below the true density", "median error of log q in sparse places", "step, ms"]
+    said = (
+        f"Nearest is {models[0]['label']}. All have about as many parameters and the same number of steps: "
+        "[experiments](../experiments/README.md#figure-3)."
+    )
+    return paragraphs("## How near to a density that is known", table(head, rows), said, origin(result))
+
+
+def of_costs(folder: Path) -> str:
+    """Milliseconds of a step, of densities, of draws: benchmarks.vectors_cpu."""
+    result = read_json(folder / "vectors_cpu.json")
+    if not result:
+        return ""
+    own = [row for row in result["rows"] if row["model"] in COSTS]
+    of = {(row["d"], row["model"]): row for row in own}
+    kinds = {"train": "training step", "log_prob": "`log_prob`", "sample": "draws"}
+    rows = [
+        [str(row["d"]), row["model"], *(f"{row[kind]['median']:.1f}" for kind in kinds), f"{row['round_trip']:.0e}"]
+        for row in own
+    ]
+    counts = list(dict.fromkeys(row["d"] for row in own))
+    said = [
+        f"Least time of {text} with {', '.join(map(str, counts))} columns: "
+        + ", ".join(min(COSTS, key=lambda name: float(of[d, name][kind]["median"])) for d in counts)
+        + "."
+        for kind, text in kinds.items()
+    ]
+    settings = result["settings"]
+    head = ["columns", "model", *(f"{text}, ms" for text in kinds.values()), "error there and back"]
+    note = (
+        f"Equal numbers of parameters; a step has {settings['batch']} rows, the rest {settings['rows']}; one thread: "
+        "[benchmarks](../benchmarks/README.md#vectors_cpu)."
+    )
+    return paragraphs("## What it costs", table(head, rows), bullets(said), note, benchmarked(result))
+
+
+def of_tables(folder: Path) -> str:
+    """Held-out likelihood of real tables, and outliers: benchmarks.tabular and .shares, as far as they are there."""
+    parts = []
+    result = read_json(folder / "tabular.json") or {}
+    if rows := result.get("rows"):
+        names, models = (list(dict.fromkeys(row[key] for row in rows)) for key in ("data", "model"))
+        of = {(row["data"], row["model"]): row for row in rows}
+        best = {row["data"]: row["model"] for row in sorted(rows, key=lambda row: float(row["test_nats"]))}
+        cells = [[with_error(of[n, m], "test_nats", 2) if (n, m) in of else "" for m in models] for n in names]
+        wins = [f"{model} on {count}" for model in models if (count := list(best.values()).count(model))]
+        said = f"Highest of {len(names)} tables: {', '.join(wins)}."
+        parts += [table(["held-out nats", *models], [[n, *each] for n, each in zip(names, cells, strict=True)]), said]
+    if variants := result.get("power_gpu"):
+        top = max(variants, key=lambda row: row["test_nats"])
+        plain = max((r for r in variants if r["model"].startswith("plain")), key=lambda r: r["test_nats"], default=None)
+        said = f"All of POWER on a GPU: {with_error(top, 'test_nats', 3)} nats with QuAR's variant *{top['model']}*"
+        said += f", {with_error(plain, 'test_nats', 3)} with *{plain['model']}*" if plain else ""
+        parts.append(f"{said}: [benchmarks](../benchmarks/README.md#tabular).")
+    return paragraphs("## Tables", *parts, benchmarked(result)) if parts else ""
+
+
+def of_pictures(folder: Path) -> str:
+    """Images: table 1 and stability, as far as they are there."""
+    result, parts = read_json(folder / f"{table1.NAME}.json"), list[str]()
+    if result:
+        rows = [
+            [
+                IMAGES.get(data, data),
+                result[data][system]["label"],
+                with_error(row, "test_bpd", 3) if row["test_bpd"] else "diverged",
+                f"{row['parameters']:,}",
+                f"{row['minutes']:.1f}",
+                f"{row['step_ms']:.0f}",
+                "" if row["sample_ms"] is None else f"{row['sample_ms']:.1f}",
+            ]
+            for (data, system, settings), row in table1.rows(result)
+            if settings == table1.SETTINGS[0]
+        ]
+        head = ["data", "model", "bits/dim", "parameters", "minutes", "step, ms", "a draw, ms"]
+        parts += [table(head, rows), "All of it: [experiments](../experiments/README.md#results-of-table-1)."]
+    for path in sorted(folder.glob(f"{stability.NAME}_*.json")):
+        found = read_json(path) or {}
+        data = found["settings"]["data"]
+        parts += [f"Which rates and batches train, on {IMAGES.get(data, data)}:", bullets(stability.verdicts(found))]
+    return paragraphs("## Images", *parts) if parts else ""
+
+
+def benchmarked(result: Mapping[str, Any]) -> str:
+    """Where a benchmark's result is from."""
+    on = f"{result['gpu']}; {result['cpu']}" if result.get("gpu") else result["cpu"]
+    return f"Run on {on}; torch {result['torch']}; {result['date'][:10]}; commit `{result['commit']}`."
 
 
 def main() -> None:
     """Writes them."""
-    path = FOLDER / "README.md"
-    path.write_text(with_results(path.read_text()))
+    for path, written in ((FOLDER / "README.md", with_results), (WHICH, which_flow)):
+        path.write_text(written(path.read_text()))
 
 
 if __name__ == "__main__":

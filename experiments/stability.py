@@ -1,11 +1,11 @@
 """At which learning rates and batch sizes the flows of table 1 train.
 
-The paper says that QuAR trains at a learning rate of 1e-3 and 64 images a batch, with Adam, where Glow needs 2e-5 and 512
-images. Here the models of `table1` take the same few steps of Adam at each of several rates and both batch sizes, with
+The paper says that QuAR trains at a learning rate of 1e-3 and 64 images a batch, with Adam, where Glow needs 2e-5 and
+512. Here the models of `table1` take the same few steps of Adam at each of several rates and both batch sizes, with
 nothing that would hide an instability: no clipping, no warm-up, no average of the weights. The rate falls to zero as a
 cosine. Each step's loss is looked at; what counts is bits/dim on held-out images with the weights of the end.
 
-Runs are short. They are written to ``OUT/stability_DATA.json`` one by one, and the same command goes on with what is left.
+Runs are short. They are written to ``OUT/stability_DATA.json`` one by one; the same command goes on with the rest.
 """
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ def verdicts(result: Mapping[str, Any]) -> list[str]:
     for system in dict.fromkeys(row["system"] for row in result["runs"]):
         own = [row for row in result["runs"] if row["system"] == system]
         kept = [row for row in own if not worse(row)]
-        text = f"*{SYSTEMS[system].label}*: {len(own) - len(kept)} of {len(own)} runs diverge or end worse than they begin"
+        bad = len(own) - len(kept)
+        text = f"*{SYSTEMS[system].label}*: {bad} of {len(own)} runs diverge, or end worse than they begin"
         if kept:
             best = min(kept, key=lambda row: row["validation_bpd"])
             text += f"; the best ends at {best['validation_bpd']:.2f} bits/dim ({_at(best)})"
@@ -172,11 +173,11 @@ def verdicts(result: Mapping[str, Any]) -> list[str]:
     quar, glow = (found(result, system, *CLAIMED["quar"]) for system in ("quar", "glow"))
     slow = found(result, "glow", *CLAIMED["glow"])
     if quar and glow and slow:
-        first = not worse(quar)
-        second = worse(glow) or (not worse(slow) and slow["validation_bpd"] < glow["validation_bpd"])
+        holds = not worse(quar), worse(glow) or (not worse(slow) and slow["validation_bpd"] < glow["validation_bpd"])
+        first, second = ("holds" if each else "does not hold" for each in holds)
         said.append(
-            f'*"{CLAIM}"* That QuAR trains there {"holds" if first else "does not hold"}. That Glow needs less '
-            f"{'holds' if second else 'does not hold'}: it ends at {_end(glow)} with QuAR's, at {_end(slow)} with its own."
+            f'*"{CLAIM}"* That QuAR trains there {first}. That Glow needs the other {second}: in as many steps it ends '
+            f"at {_end(glow)} with QuAR's rate and batch, at {_end(slow)} with its own."
         )
     return said
 

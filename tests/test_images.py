@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 from registry import far
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import quarflow as qf
@@ -18,6 +18,7 @@ from quarflow.nn.activations import ACTIVATIONS
 from quarflow.nn.bounds import gram_norm
 from quarflow.nn.conditioners import AttentionConditioner, ConvConditioner, PixelFeatures
 from quarflow.nn.convolution import ContractiveConvNet, TriangularConvNet, convolution_norm, convolutions
+from quarflow.nn.triangular import TriangularNet
 from quarflow.solvers import Bracketing
 
 SIZE = (2, 3)
@@ -80,6 +81,61 @@ def inside_a_cell(c: int) -> t.Dequantisation:
     return t.Dequantisation(t.Chain(steps), PixelFeatures(2, hidden=6, depth=1, context=c))
 
 
+class Features(nn.Module):
+    """Six features of all values and of the context."""
+
+    def __init__(self, values: int, context: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(values + context, 6)
+
+    def forward(self, k: Tensor, context: Tensor | None = None) -> Tensor:
+        every = [k.flatten(1)] if context is None else [k.flatten(1), context]
+        return self.layer(torch.cat(every, 1)).tanh()
+
+
+def mixed(c: int) -> t.Transform:
+    """QuAR blocks with every other part, convolutional."""
+    cell = t.Chain([t.Residual(TriangularConvNet(2, 4, 6)), t.AffineCoupling(2, net=conv(6))])
+    inner = t.Chain(
+        [
+            t.Squeeze(),
+            t.LULinear(8, rotation=True),
+            t.Residual(TriangularConvNet(8, 8, c)),
+            t.MixtureCoupling(8, components=2, net=conv(c, 4, 4, 8)),
+            t.LearnedPrior(8, c),
+        ]
+    )
+    return t.Chain(
+        [
+            t.Dequantisation(cell, Features(16, c)),
+            t.Logit(0.05),
+            t.MultiScale([inner, t.Residual(TriangularConvNet(4, 4, c))]),
+        ]
+    )
+
+
+def mixed_dense(c: int) -> t.Transform:
+    """The same of vectors: a coupling of what is finished is its learned prior."""
+    cell = t.Chain([t.Residual(TriangularNet(16, (2,), 6)), t.AffineCoupling(16, 6, (5,))])
+    inner = t.Chain(
+        [
+            t.Residual(TriangularNet(16, (2, 2), c)),
+            t.LULinear(16, rotation=True),
+            t.MixtureCoupling(16, c, (5,), components=2),
+            t.AffineCoupling(16, c, (5,), swap=True),
+        ]
+    )
+    return t.Chain(
+        [
+            t.Reshape((2, 4, 2), (16,)),
+            t.Dequantisation(cell, Features(16, c)),
+            t.Logit(0.05),
+            t.MultiScale([inner, t.Residual(TriangularNet(8, (3,), c))]),
+            t.Reshape((16,), (2, 4, 2)),
+        ]
+    )
+
+
 TRANSFORMS = {
     "squeeze": lambda c: t.Squeeze(),
     "reshape": lambda c: t.Reshape((2, 4, 2), (16,)),
@@ -109,6 +165,8 @@ TRANSFORMS = {
             t.MixtureCoupling(2, components=2, net=conv(c, outputs=8), swap=True),
         ]
     ),
+    "all parts": mixed,
+    "all parts, dense": mixed_dense,
 }
 
 def images(*shape: int, context: int = 0) -> tuple[Tensor, Tensor | None]:
@@ -185,7 +243,8 @@ def test_second_derivatives_of_the_matrix_form() -> None:
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_of_images(name: str, context: int) -> None:
     torch.manual_seed(0)
-    f = far(TRANSFORMS[name](context), 0.4)
+    # Noise that all but leaves its cell is beyond what the judge's own sigmoid resolves.
+    f = far(TRANSFORMS[name](context), 0.2 if name.startswith("all parts") else 0.4)
     x, c = images(3, 2, 4, 2, context=context)
     z, ladj = f(x, c)
     truth = torch.linalg.slogdet(jacobian(f, x, c)).logabsdet

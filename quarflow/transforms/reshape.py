@@ -65,7 +65,8 @@ class Reshape(Transform):
 class MultiScale(Transform):
     """Scales one after the other, with half of the channels finished behind each but the last (Dinh et al. 2016).
 
-    ``z`` has the shape of ``x``: the finished halves, then the output of the last scale, in one row of values.
+    ``x`` are images, (batch, C, H, W), or vectors, (batch, D). ``z`` has the shape of ``x``: the finished halves, then
+    the output of the last scale, in one row of values.
 
     >>> flow = MultiScale([Squeeze(), Squeeze()])
     >>> flow(torch.zeros(1, 1, 4, 4))[0].shape
@@ -104,23 +105,24 @@ class MultiScale(Transform):
     @conditioned
     def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         shapes = self._shapes(z.shape[1:])
-        sizes = [(s[0] - s[0] // 2) * s[1] * s[2] for s in shapes[:-1]] + [shapes[-1].numel()]
-        parts = z.flatten(1).split(sizes, 1)
-        h, ladj = parts[-1].view(-1, *shapes[-1]), z.new_zeros(z.shape[0])
+        finished = [torch.Size((s[0] - s[0] // 2, *s[1:])) for s in shapes[:-1]] + shapes[-1:]
+        values = z.flatten(1).split([s.numel() for s in finished], 1)
+        parts = [part.view(-1, *s) for part, s in zip(values, finished, strict=True)]
+        h, ladj = parts[-1], z.new_zeros(z.shape[0])
         for i in range(len(shapes) - 1, -1, -1):
             if i < len(shapes) - 1:
-                h = torch.cat([parts[i].view(-1, shapes[i][0] - shapes[i][0] // 2, *shapes[i][1:]), h], 1)
+                h = torch.cat([parts[i], h], 1)
             h, part = self._scales()[i].inverse(h, context)
             ladj = ladj + part
         return h, ladj
 
     def _shapes(self, shape: torch.Size) -> list[torch.Size]:
-        """What each scale gives for images of ``shape``: squeezes alone change it."""
-        shapes, (channels, height, width) = [], shape
+        """What each scale gives for values of ``shape``: squeezes alone change it."""
+        shapes, (channels, *sides) = [], shape
         for scale in self._scales():
             factor = 2 ** sum(isinstance(m, Squeeze) for m in scale.modules())
-            channels, height, width = channels * factor**2, height // factor, width // factor
-            shapes.append(torch.Size((channels, height, width)))
+            channels, sides = channels * factor ** len(sides), [n // factor for n in sides]
+            shapes.append(torch.Size((channels, *sides)))
             channels //= 2
         return shapes
 
