@@ -348,7 +348,8 @@ def with_results(text: str, folder: Path = FOLDER / "results") -> str:
 
 def which_flow(text: str, results: Path = FOLDER / "results", benchmarks: Path = BENCHMARKS) -> str:
     """The text of docs/which_flow.md, with figures of results behind the mark."""
-    parts = [of_densities(results), of_costs(benchmarks), of_tables(benchmarks), of_pictures(results)]
+    parts = [of_densities(results), of_costs(benchmarks), of_tables(benchmarks), of_outliers(benchmarks)]
+    parts.append(of_pictures(results))
     return paragraphs(text.partition(MARK)[0] + MARK, *parts) + "\n"
 
 
@@ -404,7 +405,7 @@ def of_costs(folder: Path) -> str:
 
 
 def of_tables(folder: Path) -> str:
-    """Held-out likelihood of real tables, and outliers: benchmarks.tabular and .shares, as far as they are there."""
+    """Held-out likelihood of real tables: benchmarks.tabular, as far as it is there."""
     parts = []
     result = read_json(folder / "tabular.json") or {}
     if rows := result.get("rows"):
@@ -422,6 +423,26 @@ def of_tables(folder: Path) -> str:
         said += f", {with_error(plain, 'test_nats', 3)} with *{plain['model']}*" if plain else ""
         parts.append(f"{said}: [benchmarks](../benchmarks/README.md#tabular).")
     return paragraphs("## Tables", *parts, benchmarked(result)) if parts else ""
+
+
+def of_outliers(folder: Path) -> str:
+    """Outliers found by a fit to inliers: benchmarks.outliers."""
+    result = read_json(folder / "outliers.json")
+    if not result:
+        return ""
+    of: dict[str, list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        of.setdefault(row["model"], []).append(row)
+    keys = ("auc", "average_precision", "seconds")
+    means = {model: [sum(row[key] for row in own) / len(own) for key in keys] for model, own in of.items()}
+    rows = [
+        [model, f"{auc:.3f}", f"{precision:.3f}", f"{seconds:.1f}"]
+        for model, (auc, precision, seconds) in sorted(means.items(), key=lambda item: -item[1][0])
+    ]
+    sets = len({row["data"] for row in result["rows"]})
+    said = f"Means over {sets} sets and all seeds; set by set in [benchmarks](../benchmarks/README.md#outliers)."
+    head = ["model", "ROC AUC", "average precision", "seconds to fit"]
+    return paragraphs("## Outliers", table(head, rows), said, benchmarked(result))
 
 
 def of_pictures(folder: Path) -> str:

@@ -160,6 +160,8 @@ def verdicts(result: Mapping[str, Any]) -> list[str]:
         kept = [row for row in own if not worse(row)]
         bad = len(own) - len(kept)
         text = f"*{SYSTEMS[system].label}*: {bad} of {len(own)} runs diverge, or end worse than they begin"
+        if wild := [row for row in kept if row["highest_bpd"] > 2 * row["before_bpd"]]:
+            text += f"; in {len(wild)} of the others a step is above twice the bits/dim of the beginning"
         if kept:
             best = min(kept, key=lambda row: row["validation_bpd"])
             text += f"; the best ends at {best['validation_bpd']:.2f} bits/dim ({_at(best)})"

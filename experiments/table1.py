@@ -44,10 +44,11 @@ NAME = "table1"
 DATA = ("mnist", "cifar10")
 SETTINGS = ("published", "engine")
 SAID = ("label", "published_bpd", "published_parameters")  # of a system, whatever its settings
+VALIDATION = {"digits": 0.1}  # the part of the training images that chooses the weights; else 1000 or so
 ROUNDS = 20  # of timing
 FIRST = WARM_UP + 2 * len(SIZES)  # steps on a GPU in which kernels are compiled and graphs are captured
 BATCH = 64  # images of a timed draw
-TILE = 320  # pixels of a grid of samples
+TILE = 280  # pixels for a grid of samples
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class System:
     size: Mapping[str, float] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)  # beyond the sizes of `quarflow.runs`
     of_data: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # and those of one data set
+    evaluate_every: int | None = None
 
 
 SYSTEMS = {
@@ -81,6 +83,7 @@ SYSTEMS = {
         {"mnist": 16.6e6, "cifar10": 25.2e6},
         {"dense_blocks": 4},
         {"cifar10": {"hidden": 512}},
+        500,  # a density has five times the terms of a step
     ),
     # Kingma & Dhariwal 2018: 64 images on each of 8 devices, no average of the weights.
     "glow": System(
@@ -143,10 +146,12 @@ class Table:
             "max_seconds": None if self.minutes is None else 60 * self.minutes,
             "patience": None,
             "precision": self.precision,
+            "evaluate_every": chosen.evaluate_every,
         }
         own = chosen.published if settings == "published" else TRAINING
         given = {"folder": self.folder, "download": self.download}
-        sections = {"model": options, "training": {**own, **limits}, "data": given, "run": {"draws": 1}}
+        own_run = {"draws": 1, "validation": VALIDATION.get(data, 0.02)}
+        sections = {"model": options, "training": {**own, **limits}, "data": given, "run": own_run}
         return Run.of(data, sections)
 
     def command(self) -> str:
@@ -165,7 +170,7 @@ def reproduce(
 ) -> list[Path]:
     """Trains what is not finished; writes ``table1.json``, ``.md``, ``.png`` and a picture of samples of each data set.
 
-    They are written after each run, with all runs that were in the file before, of other systems too.
+    They have all runs that were in the file before, of other systems too. The file is written after each run.
     """
     planned = [
         (data, system, settings)
@@ -178,14 +183,15 @@ def reproduce(
     for names in planned:  # an error now, not after hours
         _same(table.run(*names), out, names, found, fresh)
     images: dict[str, Images] = {}
-    for names in planned:
-        run, (data, system, settings) = table.run(*names), names
-        of = SYSTEMS[system]
-        if row_of(found, *names) is None:
+    try:
+        for names in planned:
+            if row_of(found, *names) is not None:
+                continue
+            run, (data, system, settings), folder = table.run(*names), names, out / "runs" / "-".join(names)
             if data not in images:
                 images[data] = images_of(data, run.data)
+            of = SYSTEMS[system]
             say(f"{data}: {of.label}, {settings} settings")
-            folder = out / "runs" / "-".join(names)
             numbers = _numbers(run, images[data], folder, table.device, say) | {"command": table.command()}
             row = found.setdefault(data, {}).setdefault(system, {})
             row |= dict(zip(SAID, (of.label, of.bpd.get(data), of.size.get(data)), strict=True))
@@ -193,9 +199,11 @@ def reproduce(
             row |= numbers if settings == SETTINGS[0] else {settings: numbers}
             if (folder / "samples.png").exists():
                 paste(folder / "samples.png", out / f"{NAME}_{data}_samples.png", system, settings)
-        write_json(out / f"{NAME}.json", {"figure": NAME, **found})
-        (out / f"{NAME}.md").write_text(markdown(found) + "\n")
-        draw(found, out / f"{NAME}.png")
+            write_json(out / f"{NAME}.json", {"figure": NAME, **found})
+    finally:  # also of a part
+        if any(rows(found)):
+            (out / f"{NAME}.md").write_text(markdown(found) + "\n")
+            draw(found, out / f"{NAME}.png")
     samples = [out / f"{NAME}_{data}_samples.png" for data in table.data]
     return [out / f"{NAME}.json", out / f"{NAME}.md", out / f"{NAME}.png", *(path for path in samples if path.exists())]
 
@@ -279,8 +287,9 @@ def paste(grid: Path, into: Path, system: str, settings: str) -> None:
         with Image.open(into) as before:
             whole.paste(before.convert("RGB"))
     with Image.open(grid) as picture:
-        tile = picture.convert("RGB").resize((TILE - 8, TILE - 8), Image.Resampling.NEAREST)
-    whole.paste(tile, (TILE * list(SYSTEMS).index(system) + 4, TILE * SETTINGS.index(settings) + 4))
+        times = max(1, TILE // max(picture.size))
+        tile = picture.convert("RGB").resize([times * n for n in picture.size], Image.Resampling.NEAREST)
+    whole.paste(tile, (TILE * list(SYSTEMS).index(system), TILE * SETTINGS.index(settings)))
     whole.save(into, optimize=True)
 
 

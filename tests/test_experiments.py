@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 import quarflow as qf  # noqa: E402
 from experiments import figure2, figure3, figures4_6, images, jobs, readme, reproduce, synthetic, table1  # noqa: E402
+from experiments import stability as steadiness  # noqa: E402
 from experiments.synthetic import Model  # noqa: E402
 from quarflow.cli import app  # noqa: E402
 from quarflow.data.images import load_images  # noqa: E402
@@ -143,6 +144,10 @@ def test_a_flow_of_zuko_joins(tiny, tmp_path, monkeypatch):
         (["figure3", "--also", "glow"], "nice"),
         (["table1", "--models", "maf"], "flowpp"),
         (["table1", "--minutes", "0"], "minutes"),
+        (["table1", "--precision", "half"], "precision"),
+        (["stability", "--rates", "fast"], "rates"),
+        (["stability", "--rates", "-1"], "rates"),
+        (["stability", "--data", "letters"], "data"),
         (["figure3", "--also", "zuko:Flow"], "zuko:NSF"),
         (["figure2", "--also", "nice"], "figure3"),
         (["figure2", "--steps", "0"], "steps"),
@@ -278,6 +283,70 @@ def test_the_sizes_and_settings_of_the_table():
         table1.Table(data=("letters",))
     with pytest.raises(ValueError, match="settings: expected one or more"):
         table1.Table(settings=())
+
+
+def test_stability_says_what_trains_and_what_does_not(tiny_table, tmp_path):
+    words = ["stability", "--steps", 6, "--out", tmp_path]
+    assert command(*words, "--models", "quar", "--rates", "1e-3").exit_code == 0
+    done = command(*words, "--models", "quar,glow", "--rates", "2e-5,1e-3")
+    assert done.exit_code == 0, done.output
+    result = json.loads((tmp_path / "stability_digits.json").read_text())
+    assert len(result["runs"]) == 8  # the two of the first command are kept
+    assert [row["rate"] for row in result["runs"]].count(1e-3) == 4
+    assert sum("--models quar --" in row["command"] for row in result["runs"]) == 2
+    for row in result["runs"]:
+        assert row["before_bpd"] == pytest.approx(6, abs=2)
+        if row["rate"] == 1e-3:
+            assert row["steps"] == 6
+            assert row["validation_bpd"] < row["before_bpd"] <= row["highest_bpd"] + 0.5
+            assert row["train_bpd"] == pytest.approx(row["validation_bpd"], abs=0.3)
+    assert (tmp_path / "stability_digits.png").read_bytes().startswith(PNG)
+    said = readme.with_results(readme.MARK, tmp_path)
+    assert "## Stability on digits\n" in said
+    assert "That QuAR trains there holds." in said
+    other = command("stability", "--steps", 7, "--out", tmp_path)
+    assert other.exit_code == 2
+    assert "--fresh" in other.output
+
+
+def test_what_diverges_is_told_and_drawn(tmp_path, monkeypatch):
+    def row(system, rate, batch, bits):
+        found = {"system": system, "rate": rate, "batch": batch, "validation_bpd": bits, "before_bpd": 6.0}
+        return found | {"highest_bpd": 13.0 if batch == 512 and system == "quar" else 8.0}
+
+    runs = [row("quar", 1e-3, 64, 4.0), row("quar", 1e-3, 512, 4.05), row("quar", 0.1, 64, None)]
+    runs += [row("glow", 1e-3, 64, 7.0), row("glow", 2e-5, 512, 5.0)]
+    result = {"settings": {"steps": 9}, "runs": runs}
+    quar, glow, claim = steadiness.verdicts(result)
+    assert quar == (
+        "*QuAR*: 1 of 3 runs diverge, or end worse than they begin; in 1 of the others a step is above twice the bits/dim "
+        "of the beginning; the best ends at 4.00 bits/dim (0.001, batch 64); "
+        "within 0.1 of that at batch 64: 0.001; within 0.1 of that at batch 512: 0.001; "
+        "the paper's, 0.001, batch 64: 4.00 bits/dim."
+    )
+    assert glow == (
+        "*Glow*: 1 of 2 runs diverge, or end worse than they begin; the best ends at 5.00 bits/dim (2e-05, batch 512); "
+        "within 0.1 of that at batch 64: none; within 0.1 of that at batch 512: 2e-05; "
+        "the paper's, 2e-05, batch 512: 5.00 bits/dim."
+    )
+    assert claim == (
+        f'*"{steadiness.CLAIM}"* That QuAR trains there holds. That Glow needs the other holds: in as many steps it '
+        "ends at 7.00 bits/dim with QuAR's rate and batch, at 5.00 bits/dim with its own."
+    )
+    steadiness.draw(result, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(PNG)
+    runs[-2]["validation_bpd"] = 4.5
+    assert "That Glow needs the other does not hold" in steadiness.verdicts(result)[-1]
+
+    # A loss that is not finite is a row, not an error.
+    what = steadiness.Stability(steps=3)
+    flow = qf.models.quar_image((1, 8, 8), blocks=(1,), hidden=4)
+    flow.register_forward_hook(lambda module, args, out: out * math.nan if torch.is_grad_enabled() else out)
+    run = SimpleNamespace(build=lambda shape: flow, validation=0.1)
+    monkeypatch.setattr(steadiness.Table, "run", lambda *names: run)
+    found = steadiness.trained(what, load_images("digits"), "quar", 1e-3, 64)
+    assert found["validation_bpd"] is None
+    assert "the loss is nan" in found["diverged"]
 
 
 def test_the_systems_of_the_table_have_their_published_number_of_parameters():
@@ -542,6 +611,8 @@ def test_parameters_are_those_the_paper_counts():
 def test_the_readme_is_that_of_the_results():
     text = (readme.FOLDER / "README.md").read_text()
     assert text == readme.with_results(text)
+    guide = readme.WHICH.read_text()
+    assert guide == readme.which_flow(guide)
     results = readme.FOLDER / "results"
     for name in readme.IMAGES:
         if (results / f"{name}.json").exists():
@@ -552,6 +623,28 @@ def test_the_readme_is_that_of_the_results():
         assert result["settings"]["seeds"] == (1 if path.stem == "figures4-6" else 5)
         for model in result["models"].values():
             assert (results / model.get("picture", f"{path.stem}.png")).stat().st_size < 300_000
+
+
+def test_the_guide_has_figures_as_far_as_there_are_results(tmp_path):
+    empty = readme.which_flow(f"before\n{readme.MARK}behind", tmp_path, tmp_path)
+    assert empty == f"before\n{readme.MARK}\n"
+    row = {"label": "Glow", "published_bpd": 1.05, "published_parameters": None, "test_bpd": 1.25, "test_bpd_se": 0.01}
+    row |= {"parameters": 1000, "parameters_with_masked": 1000, "minutes": 5.0, "steps": 9, "step_ms": 2.4}
+    row |= {"compile_seconds": 1.0, "memory_mib": 12.0, "config": "", "sample_ms": 0.5, "command": "made"}
+    row |= synthetic.provenance("cpu")
+    quar = row | {"label": "QuAR", "test_bpd": 1.24}
+    (tmp_path / "table1.json").write_text(json.dumps({"mnist": {"glow": row, "quar": quar | {"engine": quar}}}))
+    nats = [("QuAR", "wine", -1.0), ("zuko MAF", "wine", -1.5), ("QuAR", "shares", 2.0), ("zuko MAF", "shares", 2.5)]
+    rows = [{"model": m, "data": d, "test_nats": x, "test_nats_se": 0.125} for m, d, x in nats]
+    where = {"cpu": "C", "torch": "2", "date": "2026-01-01T00", "commit": "c"}
+    (tmp_path / "tabular.json").write_text(json.dumps({"rows": rows, **where}))
+    said = readme.which_flow(readme.MARK, tmp_path, tmp_path)
+    assert "| wine | -1.00 ± 0.12 | -1.50 ± 0.12 |" in said
+    assert "Highest of 2 tables: QuAR on 1, zuko MAF on 1." in said
+    assert "| MNIST | QuAR | 1.240 ± 0.010 | 1,000 | 5.0 | 2 | 0.5 |\n| MNIST | Glow |" in said
+    shown = readme.with_results(readme.MARK, tmp_path)
+    assert "settings:* QuAR, 1.240 ± 0.010; within two standard errors Glow, 1.250 ± 0.010." in shown
+    assert shown.count("Lowest on MNIST") == 1  # of the engine's settings there is one alone
 
 
 def test_the_readme_shows_images_once_there_are_results(tmp_path):
