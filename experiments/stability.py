@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import gc
 import math
-import shlex
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from experiments.drawing import COLOURS, canvas, plain, save_png
 from experiments.jobs import Mismatch
 from experiments.synthetic import provenance, read_json, write_json
-from experiments.table1 import SYSTEMS, Table
+from experiments.table1 import SYSTEMS, Table, command
 from quarflow.checks import check_positive
 from quarflow.data.images import Images
 from quarflow.runs import bits, images_of
@@ -49,6 +48,7 @@ class Stability:
     steps: int = 200
     rates: tuple[float, ...] = RATES
     precision: str = "full"
+    graph: bool = True  # on a GPU
     device: str = "cpu"
     folder: str | None = None
     download: bool = False
@@ -63,12 +63,7 @@ class Stability:
 
     def command(self) -> str:
         """The command that makes it."""
-        words = ["quarflow", "reproduce", NAME]
-        for name, value in asdict(self).items():
-            if name in ("folder", "download") or value == getattr(Stability, name):
-                continue
-            words += [f"--{name}", ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
-        return shlex.join(words)
+        return command(NAME, self)
 
 
 def reproduce(
@@ -122,7 +117,7 @@ def trained(what: Stability, images: Images, system: str, rate: float, batch: in
             patience=None,
             evaluate_every=what.steps,
             precision=what.precision,
-            graph=what.device == "cuda",
+            graph=what.graph and what.device == "cuda",
             progress=lambda trainer: trainer.log(),
         )
     except TrainingDiverged as error:

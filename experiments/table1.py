@@ -119,6 +119,7 @@ class Table:
     minutes: float | None = None  # of each run; 5 if there is no number of steps either
     steps: int | None = None
     precision: str = "full"  # of all runs
+    graph: bool = True  # on a GPU
     device: str = "cpu"
     folder: str | None = None
     download: bool = False
@@ -150,19 +151,25 @@ class Table:
         }
         own = chosen.published if settings == "published" else TRAINING
         given = {"folder": self.folder, "download": self.download}
-        own_run = {"draws": 1, "validation": VALIDATION.get(data, 0.02)}
+        own_run = {"draws": 1, "graph": self.graph, "validation": VALIDATION.get(data, 0.02)}
         sections = {"model": options, "training": {**own, **limits}, "data": given, "run": own_run}
         return Run.of(data, sections)
 
     def command(self) -> str:
         """The command that makes it."""
-        words = ["quarflow", "reproduce", NAME]
-        for f in dataclasses.fields(self):
-            value = getattr(self, f.name)
-            if value == f.default or f.name in ("folder", "download"):
-                continue
-            words += [f"--{f.name}", ",".join(value) if isinstance(value, tuple) else str(value)]
-        return shlex.join(words)
+        return command(NAME, self)
+
+
+def command(name: str, options: Any) -> str:
+    """The command of what a dataclass says that differs from its defaults."""
+    words = ["quarflow", "reproduce", name]
+    for f in dataclasses.fields(options):
+        value = getattr(options, f.name)
+        if value == f.default or f.name in ("folder", "download"):
+            continue
+        given = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        words += [f"--no-{f.name}"] if value is False else [f"--{f.name}", given]
+    return shlex.join(words)
 
 
 def reproduce(

@@ -146,6 +146,9 @@ def reproduce(
     precision: Annotated[
         str, typer.Option(help="Of table1 and stability: of the products of all runs: full, tf32 or bf16.")
     ] = "full",
+    graph: Annotated[
+        bool, typer.Option("--graph/--no-graph", help="Of table1 and stability, on a GPU: steps as CUDA graphs.")
+    ] = True,
     rates: Annotated[
         str, typer.Option(metavar="RATE,...", help="Of stability: learning rates.", show_default="2e-5 to 0.1")
     ] = "",
@@ -165,13 +168,15 @@ def reproduce(
             "models": _names(models),
             "steps": steps,
             "precision": precision,
+            "graph": graph,
             "device": device.value,
             "folder": None if folder is None else str(folder),
             "download": download,
         }
         if figure is Figure.stability:
-            given = {"data": data, "rates": _numbers("rates", rates), **options}
-            return _stability({name: value for name, value in given.items() if value}, out, fresh)
+            given = {name: value for name, value in {**options, "data": data}.items() if value}
+            given |= {"graph": graph} | ({"rates": _numbers("rates", rates)} if rates else {})
+            return _stability(given, out, fresh)
         options |= {"data": _names(data or "mnist,cifar10"), "settings": _names(settings), "minutes": minutes}
         return _table1(options, out, fresh)
     every = tuple(f.value for f in Figure if f not in (Figure.all, Figure.table1, Figure.stability))

@@ -279,6 +279,10 @@ def test_the_sizes_and_settings_of_the_table():
     engine = table.run("cifar10", "flowpp", "engine")
     assert (engine.training.learning_rate, engine.training.max_steps, engine.model["dropout"]) == (1e-3, None, 0.2)
     assert table.run("cifar10", "quar", "engine").model["hidden"] == 528
+    assert table.run("mnist", "residual", "engine").training.evaluate_every == 500
+    assert (engine.graph, table1.Table(graph=False).run("mnist", "glow", "engine").graph) == (True, False)
+    assert table1.Table(minutes=2.0, graph=False).command() == "quarflow reproduce table1 --minutes 2.0 --no-graph"
+    assert steadiness.Stability(graph=False).command() == "quarflow reproduce stability --no-graph"
     with pytest.raises(ValueError, match="data: expected one of"):
         table1.Table(data=("letters",))
     with pytest.raises(ValueError, match="settings: expected one or more"):
@@ -319,8 +323,8 @@ def test_what_diverges_is_told_and_drawn(tmp_path, monkeypatch):
     result = {"settings": {"steps": 9}, "runs": runs}
     quar, glow, claim = steadiness.verdicts(result)
     assert quar == (
-        "*QuAR*: 1 of 3 runs diverge, or end worse than they begin; in 1 of the others a step is above twice the bits/dim "
-        "of the beginning; the best ends at 4.00 bits/dim (0.001, batch 64); "
+        "*QuAR*: 1 of 3 runs diverge, or end worse than they begin; in 1 of the others a step is above twice the "
+        "bits/dim of the beginning; the best ends at 4.00 bits/dim (0.001, batch 64); "
         "within 0.1 of that at batch 64: 0.001; within 0.1 of that at batch 512: 0.001; "
         "the paper's, 0.001, batch 64: 4.00 bits/dim."
     )
@@ -612,7 +616,7 @@ def test_the_readme_is_that_of_the_results():
     text = (readme.FOLDER / "README.md").read_text()
     assert text == readme.with_results(text)
     guide = readme.WHICH.read_text()
-    assert guide == readme.which_flow(guide)
+    assert guide == readme.which_flow(guide), "results have changed: python -m experiments.readme"
     results = readme.FOLDER / "results"
     for name in readme.IMAGES:
         if (results / f"{name}.json").exists():
