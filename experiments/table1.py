@@ -20,6 +20,7 @@ import shlex
 import shutil
 import statistics
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -245,15 +246,25 @@ def _same(run: Run, out: Path, names: tuple[str, str, str], found: dict[str, Any
             del (row or {})[key]
         return
     config = folder / "config.toml"
-    for where, there, own in (
-        (folder, config.read_text() if config.exists() else None, run.to_toml()),
-        (out / f"{NAME}.json", None if row is None else row["config"], _config(run)),
-    ):
-        if there is not None and there != own:
+    goes_on = not config.exists() or config.read_text() == run.to_toml()
+    for where, same in ((folder, goes_on), (out / f"{NAME}.json", row is None or alike(row["config"], _config(run)))):
+        if not same:
             raise Mismatch(
                 f"{where}: {'-'.join(names)} is there with other options. Give these, another --out, or --fresh to "
                 "train anew."
             )
+
+
+def alike(one: str, other: str) -> bool:
+    """Whether two configurations are of the same run: an option that one does not know of yet is no difference.
+
+    >>> run = "[model]\\nhidden = 4\\n[training]\\nclip = 1.0"
+    >>> alike(run, run + "\\nema = 0.9"), alike(run, run.replace("1.0", "2.0")), alike(run, run.replace("4", "8"))
+    (True, False, False)
+    """
+    a, b = tomllib.loads(one), tomllib.loads(other)
+    both = [(a[name], b[name]) for name in ("training", "run") if name in a and name in b]
+    return a["model"] == b["model"] and all(x[key] == y[key] for x, y in both for key in x.keys() & y.keys())
 
 
 def _numbers(
