@@ -335,10 +335,10 @@ def test_draws_beyond_what_a_sigmoid_resolves_have_a_density(alpha: float, dtype
     assert (x - 0.5).abs().max() <= 0.5 + alpha / (1 - 2 * alpha) + torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("name", ["factored out", "glow", "flowpp, variational"])
+@pytest.mark.parametrize("name", ["factored out", "residual_image, dense", "glow", "flowpp, variational"])
 def test_a_model_is_saved_and_loaded(tmp_path, name: str) -> None:
     flow = MODELS[name](2)
-    x, c = images(3, 1, 4, 4, context=2)
+    x, c = images(3, *flow.event_shape, context=2)
     flow.initialise(x.float(), c.float())
     qf.save(flow, tmp_path / "m.qf")
     same = qf.load(tmp_path / "m.qf")
