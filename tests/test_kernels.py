@@ -12,7 +12,7 @@ import torch
 from registry import data
 from torch import Tensor
 
-from quarflow.kernels import triangular, usable
+from quarflow.kernels import forms, triangular, usable
 from quarflow.nn import convolution, masks
 from quarflow.nn.activations import ACTIVATIONS
 from quarflow.nn.conditioned import ConditionedNet
@@ -125,7 +125,7 @@ def test_the_form_for_gpus_is_the_same(name: str, monkeypatch: pytest.MonkeyPatc
             forget_compiled()
             patched.setattr(triangular, "fuses", lambda x, numel: True)
             patched.setattr(convolution, "fuses", lambda x, numel: True)
-            patched.setattr(triangular, "_three", lambda *form: False)
+            patched.setattr(triangular, "_without_three", lambda *form: "left out here")
             patched.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
             with torch.enable_grad():
                 fused = outputs_and_gradients(net, x, c)
@@ -166,9 +166,12 @@ def test_the_kernels_for_gpus(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
             patched.setattr(triangular, "fuses", lambda x, numel: True)
             patched.setattr(convolution, "fuses", lambda x, numel: True)
             patched.setattr(torch, "compile", lambda made, dynamic: made)
-            found = outputs_and_gradients(net, x, None)
-            with torch.no_grad():
-                alone = net(x)
+            with forms() as seen:
+                found = outputs_and_gradients(net, x, None)
+                with torch.no_grad():
+                    alone = net(x)
+            parts = ("layers", "columns") if isinstance(net, TriangularConvNet) else ("layers",)
+            assert seen == {f"{part}: Triton": 2 for part in parts}
         forget_compiled()
         plain = outputs_and_gradients(net, x, None)
         assert relative_error(found, exact) < 2 * relative_error(plain, exact) + 1e-6
@@ -193,6 +196,32 @@ def test_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not usable(x)
     monkeypatch.setenv("QUARFLOW_KERNELS", "0")
     assert not usable(x)
+
+
+def test_forms_say_what_ran_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seen(net: Any, x: Tensor) -> dict[str, int]:
+        with forms() as found:
+            net(x)
+        return dict(found)
+
+    net, x = image_net("wave")
+    general = {"layers: general (not on a GPU)": 1, "columns: general (not on a GPU)": 1}
+    assert seen(net, x) == general
+    assert seen(TriangularNet(3, (4,), lipschitz="network"), torch.zeros(1, 3)) == {"layers: general (not on a GPU)": 1}
+    with monkeypatch.context() as patched:
+        forget_compiled()
+        patched.setattr(torch, "compile", lambda made, dynamic: made)
+        patched.setattr(triangular, "fuses", lambda x, numel: True)
+        (line,) = seen(TriangularNet(3, (5, 4)).double(), torch.zeros(1, 3).double())
+        assert line == "layers: general (no kernel for 3 layers of 3 features, Wave, torch.float64, or for context)"
+        (line,) = seen(TriangularNet(3, (5,)), torch.zeros(1, 3))
+        assert "no kernel for 2 layers" in line
+    forget_compiled()
+    line = "layers: reference (an activation without written out derivatives)"
+    assert seen(TriangularNet(3, (4,), activation="lipswish"), torch.zeros(1, 3)) == {line: 1}
+    monkeypatch.setenv("QUARFLOW_KERNELS", "0")
+    assert seen(net, x) == {"layers: reference (QUARFLOW_KERNELS=0)": 1}
+    assert seen(TriangularNet(3, (4,)), torch.zeros(1, 3)) == {"layers: reference (QUARFLOW_KERNELS=0)": 1}
 
 
 def test_nothing_is_kept_without_gradients() -> None:

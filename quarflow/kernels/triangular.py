@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from quarflow.kernels import fused, fuses, products_dtype
+from quarflow.kernels import fused, fuses, products_dtype, ran, without_triton
 from quarflow.nn.activations import Activation
 from quarflow.nn.bounds import floor, safety
 from quarflow.nn.masks import WHOLE, Live, Panels
@@ -47,11 +47,13 @@ def network(
     """As `quarflow.nn.triangular.network`; every activation must have ``curves`` and a width of one."""
     live = [WHOLE] * len(weights) if live is None else live
     dtype, stairs = products_dtype(x), _on(x, stairs)
-    if _three(x, weights, offsets, activations, features):
+    why = _without_three(x, weights, offsets, activations, features)
+    if not why:
         parts = tuple(None if p is WHOLE else tuple((s.start, s.stop) for s in p) for p in live)
         with torch.autocast(x.device.type, enabled=False):
             scaled, blocks = _scaled(sigma, shared, features, parts)(list(weights), list(masks), theta)
         return carry(x, scaled, blocks, offsets, activations, delta)
+    ran("layers", "general", why)
     settings = (activations, masks, sigma, shared, features, theta is not None, delta is not None, live, stairs, dtype)
     theta = x.new_zeros(features) if theta is None else theta
     arrays = [x, theta, x if delta is None else delta, *weights, *offsets]
@@ -118,7 +120,11 @@ def carry(
 ) -> tuple[Tensor, Tensor]:
     """As `quarflow.nn.triangular.carry`; every activation must have ``curves``."""
     dtype, stairs = products_dtype(x), _on(x, stairs)
-    if _three(x, weights, offsets, activations, len(blocks[0])) and blocks[0].shape[2] == 1:
+    why = "more than one value of a coordinate in the first layer"
+    if blocks[0].shape[2] == 1:
+        why = _without_three(x, weights, offsets, activations, len(blocks[0]))
+    ran("layers", *(("general", why) if why else ("Triton",)))
+    if not why:
         from quarflow.kernels import triangular_triton
 
         arrays = [t.contiguous() for t in (x, x if delta is None else delta, *weights, *blocks, *offsets)]
@@ -137,15 +143,19 @@ def carry(
     return value.to(x.dtype), diagonal.to(x.dtype)
 
 
-def _three(
+def _without_three(
     x: Tensor, weights: Sequence[Tensor], offsets: Sequence[Tensor], activations: Sequence[Activation], features: int
-) -> bool:
-    """Whether the kernels for three layers on a GPU are to run."""
-    if not fuses(x, len(weights[0]) * x.shape[-1]):
-        return False
+) -> str:
+    """Why the kernels for three layers on a GPU are not to run; empty if they are."""
+    numel = len(weights[0]) * x.shape[-1]
+    if not fuses(x, numel):
+        return without_triton(x, numel)
     from quarflow.kernels import triangular_triton
 
-    return triangular_triton.fits(x, weights, offsets, activations, features)
+    if triangular_triton.fits(x, weights, offsets, activations, features):
+        return ""
+    kinds = ", ".join(sorted({type(a).__name__ for a in activations}))
+    return f"no kernel for {len(weights)} layers of {features} features, {kinds}, {x.dtype}, or for context"
 
 
 def _on(x: Tensor, stairs: Sequence[Panels] | None) -> Sequence[Panels] | None:

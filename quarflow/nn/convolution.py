@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d, pad, softplus
 
 from quarflow.checks import check_choice, check_count, check_sigma
-from quarflow.kernels import fuses, usable
+from quarflow.kernels import fuses, ran, turned_off, usable, without_triton
 from quarflow.logdet import linearise
 from quarflow.nn.activations import Activation
 from quarflow.nn.activations import activation as make_activation
@@ -220,11 +220,15 @@ class TriangularConvNet(BoundedNet):
         """``run`` on what each pixel reads; its outputs where they belong."""
         opening = self.opening
         read, write = read_columns, write_columns
-        if usable(x) and fuses(x, len(self._layers()[0].weight) * x[:, 0].numel()):
+        numel = len(self._layers()[0].weight) * x[:, 0].numel()
+        if usable(x) and fuses(x, numel):
             from quarflow.kernels import convolution_triton
 
-            if convolution_triton.fits(x, opening):
+            if fits := convolution_triton.fits(x, opening):
                 read, write = convolution_triton.read_columns, convolution_triton.write_columns
+            ran("columns", *(("Triton",) if fits else ("general", f"no kernel for {x.dtype} and {opening}")))
+        else:
+            ran("columns", "general", turned_off() or without_triton(x, numel))
         columns, delta = read(x, self.order, opening)
         value, diagonal = run(columns, delta=delta)
         return write(value, diagonal, x, self.order)
@@ -244,6 +248,7 @@ class TriangularConvNet(BoundedNet):
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if os.environ.get("QUARFLOW_KERNELS") == "0":
+            ran("layers", "reference", turned_off())
             return convolutions(self, x, context)
         offsets = self._offsets(context, x.shape[2] * x.shape[3])
         return self._columns(lambda columns, delta: self._run(columns, offsets, delta), x)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from quarflow.checks import check_choice, check_count, check_layers, check_sigma
+from quarflow.kernels import ran, turned_off, usable
 from quarflow.kernels import triangular as fast
-from quarflow.kernels import usable
 from quarflow.nn.activations import Activation
 from quarflow.nn.activations import activation as make_activation
 from quarflow.nn.bounds import BOUNDS, LIPSCHITZ, floor, gram_norm, path_bound, power_norm
@@ -281,22 +281,25 @@ class BoundedNet(nn.Module):
 
     def _fused(self, x: Tensor) -> bool:
         acts = self._activations() if self.opening is None else [self.opening, *self._activations()]
-        return usable(x) and all(a.curves is not None for a in acts)
+        fast = usable(x) and all(a.curves is not None for a in acts)
+        if not fast:
+            ran("layers", "reference", turned_off() or "an activation without written out derivatives")
+        return fast
 
     def _run(
         self, x: Tensor, offsets: Sequence[Tensor], delta: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Values and diagonal of the layers at ``x``, as in `carry`: by the kernel where it may run."""
-        layers, activations = self._layers(), self._activations()
+        layers, activations, fused = self._layers(), self._activations(), self._fused(x)
         stairs = [layer.panels for layer in layers]
-        if self.bound == "paths" and x.ndim == 2 and self._fused(x):
+        if self.bound == "paths" and x.ndim == 2 and fused:
             weights, masks = [layer.weight for layer in layers], [layer.mask for layer in layers]
             settings = activations, self.sigma, self.lipschitz == "diagonal", self.features
             live = [layer.live for layer in layers]
             return fast.network(x, weights, masks, offsets, self.theta, *settings, delta, live, stairs)
         with without_autocast(x):
             matrices = self.matrices()
-        return (fast.carry if self._fused(x) else carry)(x, *matrices, offsets, activations, delta, stairs)
+        return (fast.carry if fused else carry)(x, *matrices, offsets, activations, delta, stairs)
 
     def _prepared(self) -> Callable[..., tuple[Tensor, Tensor]]:
         """`_run` without gradients at the weights of now."""
