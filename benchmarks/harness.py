@@ -12,11 +12,10 @@ import json
 import os
 import platform
 import random
-import statistics
 import subprocess
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -24,48 +23,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from quarflow.bench import Spread, number, processor
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 Key = TypeVar("Key", bound=Hashable)
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median and quartiles of repeated measurements.
-
-    >>> Spread.of([3.0, 1.0, 2.0])
-    Spread(median=2.0, low=1.5, high=2.5)
-    """
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Of one value or more."""
-        values = [*values, *values] if len(values) == 1 else values
-        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(median, low, high)
-
-    def text(self, scale: float = 1.0) -> str:
-        """The median and, in brackets, the quartiles.
-
-        >>> Spread(0.0021, 0.0020, 0.0023).text(1e3)
-        '2.10 (2.00-2.30)'
-        """
-        return f"{number(scale * self.median)} ({number(scale * self.low)}-{number(scale * self.high)})"
-
-
-def number(x: float) -> str:
-    """Three significant digits, without an exponent where that is readable.
-
-    >>> number(0.001234), number(12.345), number(1234.5), number(0.00001234)
-    ('0.00123', '12.3', '1234', '1.2e-05')
-    """
-    if x and not 1e-3 <= abs(x) < 1e5:
-        return f"{x:.1e}"
-    return f"{x:.0f}" if abs(x) >= 100 else f"{x:#.3g}"
 
 
 def timed(call: Callable[[], object], least: float = 0.0) -> Callable[[], float]:
@@ -127,7 +89,7 @@ def environment(packages: Iterable[str] = ()) -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "cpu": cpu(),
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 2),  # of the minute before: above 1, others were at work
@@ -135,15 +97,6 @@ def environment(packages: Iterable[str] = ()) -> dict[str, Any]:
         "torch": torch.__version__,
         "packages": {name: version(name) for name in packages},
     }
-
-
-def cpu() -> str:
-    """The model of the processor."""
-    info = Path("/proc/cpuinfo")
-    for line in info.read_text().splitlines() if info.exists() else []:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def commit() -> str | None:

@@ -7,40 +7,18 @@ was there before it (weights, data), from the profiler's record of every allocat
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
-from itertools import accumulate
-from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 import quarflow as qf
 from benchmarks.harness import Spread, interleave, load, save, start, table, timed
+from quarflow.bench import peak_memory
 
 HIDDEN, BLOCKS, BATCH = (8, 8), 4, 256
-
-
-def peak_memory(call: Callable[[], object]) -> int:
-    """Bytes that torch held at most during ``call``, beyond those that it held before.
-
-    >>> peak_memory(lambda: torch.zeros(1000) + torch.zeros(1000))
-    12000
-    """
-    call()  # what is allocated once is no part of a call
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        call()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        record.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    changes = sorted((e["args"] for e in events if e.get("name") == "[memory]"), key=itemgetter("Ev Idx"))
-    return max(accumulate(map(itemgetter("Bytes"), changes), initial=0))
 
 
 def calls(d: int) -> dict[str, Callable[[], object]]:

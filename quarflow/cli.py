@@ -634,6 +634,94 @@ def report(
     typer.echo(f"{found['judged']} rows, {found['kind']}: {nats}\n{out}")
 
 
+@app.command()
+def bench(
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="A model.", show_default="quar; quar_image with --shape"),
+    ] = None,
+    features: Annotated[
+        int | None, typer.Option(min=1, help="Of a model of vectors.", show_default="6")
+    ] = None,
+    shape: Annotated[str | None, typer.Option(metavar="C,H,W", help="Of a model of images, such as 3,32,32.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="An option of the model, such as blocks=[16,16,16]; may be repeated."
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Rows of a step.", show_default="512 vectors or 64 images")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Draws at a time.", show_default="as many")] = None,
+    precision: Annotated[
+        Precision, typer.Option(help="Of matrix products in training and log_prob; sampling is in full precision.")
+    ] = Precision.full,
+    rounds: Annotated[int, typer.Option(min=1, help="Calls to take the median of, after a warm-up.")] = 10,
+    device: Annotated[
+        Device | None, typer.Option(help="Where to measure.", show_default="cuda if torch sees one")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Few rows and rounds: does it run at all?")] = False,
+    json_: Json = False,
+) -> None:
+    """What a model costs on this machine: time and memory of training steps, of log_prob and of sampling.
+
+    Beside each time: the part of it that its matrix products and memory traffic would take at the rates measured here,
+    and which form of the networks ran, and why.
+    """
+    import json
+
+    import torch
+
+    from quarflow import bench as bench_
+    from quarflow.runs import value
+
+    console = Console(stderr=True)
+    with _errors(), terminable(), console.status("rates of this machine") as status:
+        try:
+            device = device or (Device.cuda if torch.cuda.is_available() else Device.cpu)
+            _check_device(device)
+            asked = bench_.Bench(
+                model or ("quar" if shape is None else "quar_image"),
+                features,
+                None if shape is None else _shape(shape),
+                {key: value(text) for key, text in _pairs("set", set_).items()},
+                batch_size,
+                samples,
+                precision.value,
+                rounds,
+                quick,
+            )
+            found = bench_.measure(asked, torch.device(device.value))
+            head, rows = next(found), []
+            if not json_:
+                typer.echo(
+                    f"{asked.model}, {head['parameters']} parameters, {precision.value} precision, on "
+                    f"{head['gpu'] or head['cpu']} ({head['threads']} threads), torch {head['torch']}\n"
+                    f"measured here: products {head['operations_per_second'] / 1e12:.3g} TFLOP/s, "
+                    f"copies {head['bytes_per_second'] / 1e9:.3g} GB/s"
+                )
+            for row in found:
+                rows.append(row)
+                status.update(f"{row['what']} done")
+                if not json_:
+                    typer.echo("\n".join(bench_.lines(row)))
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+    if json_:
+        typer.echo(json.dumps({**head, "rows": rows}, default=vars))
+    if any("failed" in row and not row["impossible"] for row in rows):
+        raise typer.Exit(1)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    """What ``3,32,32`` says."""
+    parts = text.split(",")
+    if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"shape: expected channels, height and width, such as 3,32,32; got {text!r}.")
+    return tuple(map(int, parts))
+
+
 def _with_data(file: dict[str, Any], folder: Path | None, download: bool) -> dict[str, Any]:
     """The sections of a file, with the data options of the command line over its own."""
     given = {"folder": None if folder is None else str(folder), "download": download or None}

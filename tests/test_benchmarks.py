@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import __main__ as everything  # noqa: E402
 from benchmarks import defaults, harness, lanes, outliers, scaling, shares, tabular  # noqa: E402
+from quarflow.bench import peak_memory  # noqa: E402
 
 KEYS = {
     "benchmark",
@@ -379,7 +380,7 @@ def test_peak_memory_counts_what_lives_at_once():
         b, c = torch.zeros(2000), torch.zeros(500)
         return b.sum() + c.sum()
 
-    assert 10_000 <= scaling.peak_memory(call) < 10_100
+    assert 10_000 <= peak_memory(call) < 10_100
 
 
 def test_exponent():
