@@ -30,7 +30,7 @@ NAMES = (
     "shares",
 )
 LONG = ("defaults", "tabular", "outliers", "shares")  # up to hours, and files that the repository does not hold
-ON_A_GPU = ("images_gpu",)
+ON_A_GPU = ("table2", "vectors", "growth")
 README = Path(__file__).resolve().parent / "README.md"
 MARK = "<!-- tables: written by `python -m benchmarks --tables` -->"
 

@@ -58,13 +58,13 @@ def measure(sizes: Sequence[int], rounds: int) -> list[dict[str, Any]]:
     ]
 
 
-def show(result: dict[str, Any]) -> str:
-    """The table of a result, in Markdown."""
-    rows, kinds = result["rows"], list(dict.fromkeys(row["call"] for row in result["rows"]))
+def growth(rows: Sequence[dict[str, Any]], key: str, name: str) -> str:
+    """Time and memory of each kind of call by ``key``, with exponents, in Markdown."""
+    kinds = list(dict.fromkeys(row["call"] for row in rows))
     found = {kind: [row for row in rows if row["call"] == kind] for kind in kinds}
-    sizes = [row["d"] for row in found[kinds[0]]]
+    sizes = [row[key] for row in found[kinds[-1]]]  # of a run that was cut, those that are whole
     columns = [
-        (f"{kind}: {unit}", values)
+        (f"{kind}: {unit}", values[: len(sizes)])
         for kind in kinds
         for unit, values in (
             ("ms", [row["milliseconds"].median for row in found[kind]]),
@@ -72,10 +72,16 @@ def show(result: dict[str, Any]) -> str:
         )
     ]
     body: list[list[object]] = [[d, *(values[i] for _, values in columns)] for i, d in enumerate(sizes)]
-    body += [["exponent", *(exponent(sizes, values) for _, values in columns)]]
+    if len(sizes) > 1:
+        body += [["exponent", *(exponent(sizes, values) for _, values in columns)]]
     if len(sizes) > 3:
         body += [[f"from {sizes[-3]} on", *(exponent(sizes[-3:], values[-3:]) for _, values in columns)]]
-    return table(["d", *(name for name, _ in columns)], body)
+    return table([name, *(column for column, _ in columns)], body)
+
+
+def show(result: dict[str, Any]) -> str:
+    """The table of a result, in Markdown."""
+    return growth(result["rows"], "d", "d")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -70,11 +70,11 @@ def quar(d: int, blocks: int, hidden: tuple[int, ...], **options: Any) -> Contes
     return ours(qf.models.quar(d, blocks=blocks, hidden=hidden, **options), hidden)
 
 
-def zuko_flow(kind: str, d: int, width: int) -> Contestant:
+def zuko_flow(kind: str, d: int, width: int, transforms: int = TRANSFORMS) -> Contestant:
     """``zuko.flows.MAF`` or ``NSF`` with two hidden layers and their default options."""
     import zuko
 
-    flow = getattr(zuko.flows, kind)(d, transforms=TRANSFORMS, hidden_features=(width, width))
+    flow = getattr(zuko.flows, kind)(d, transforms=transforms, hidden_features=(width, width))
 
     def round_trip(x: Tensor) -> Tensor:
         transform = flow().transform
@@ -82,7 +82,7 @@ def zuko_flow(kind: str, d: int, width: int) -> Contestant:
 
     return Contestant(
         flow,
-        TRANSFORMS,
+        transforms,
         (width, width),
         lambda x: flow().log_prob(x),
         lambda n: flow().sample((n,)),
@@ -157,9 +157,11 @@ def contestants(d: int, hidden: tuple[int, ...]) -> dict[str, Contestant]:
     }
 
 
-def training_step(contestant: Contestant, batches: Sequence[Tensor]) -> Callable[[], None]:
+def training_step(
+    contestant: Contestant, batches: Sequence[Tensor], capturable: bool = False
+) -> Callable[[], None]:
     """A step of maximum likelihood, on one batch after the other."""
-    optimizer = torch.optim.Adam(contestant.module.parameters(), lr=1e-3, fused=True)
+    optimizer = torch.optim.Adam(contestant.module.parameters(), lr=1e-3, fused=True, capturable=capturable)
     position = 0
 
     def step() -> None:

@@ -124,12 +124,11 @@ def milliseconds(call: Callable[[], object], rounds: int, device: torch.device) 
 
 
 def peak_memory(call: Callable[[], object], device: torch.device = CPU) -> int:
-    """Bytes that torch held at most during a second ``call``, beyond those that it held before.
+    """Bytes that torch held at most during ``call``, on a CPU a second one, beyond those that it held before.
 
     >>> peak_memory(lambda: torch.zeros(1000) + torch.zeros(1000))
     12000
     """
-    call()  # what is allocated once is no part of a call
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -137,6 +136,7 @@ def peak_memory(call: Callable[[], object], device: torch.device = CPU) -> int:
         call()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
+    call()  # what is allocated once is no part of a call
     # From the profiler's record of every allocation: exact, without noise.
     with _quiet(), torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         call()
@@ -284,6 +284,7 @@ def training(
     options = Options(10_000, None, batch, 1e-4, clip=1.0, ema=0.999, precision=precision)
     trainer = kind(flow.train(), data, None, options)
     with recomputing(flow) if recompute else nullcontext(), trainer.queued():
+        trainer.advance()  # the optimiser makes its moments
         yield trainer.advance
     trainer.finish()
 
@@ -296,6 +297,7 @@ def observe(call: Callable[[], object], rounds: int, device: torch.device, warm_
     """
     with forms() as seen:
         call()
+    # The first calls, not later ones: a CUDA graph allocates when it is captured.
     held = peak_memory(lambda: [call() for _ in range(warm_up)], device)
     times = milliseconds(call, rounds, device)
     return {"milliseconds": Spread.of(times), "mebibytes": held / 2**20, "forms": dict(seen)}

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import __main__ as everything  # noqa: E402
-from benchmarks import defaults, harness, lanes, outliers, scaling, shares, tabular  # noqa: E402
+from benchmarks import defaults, harness, lanes, outliers, scaling, shares, table2, tabular  # noqa: E402
 from quarflow.bench import peak_memory  # noqa: E402
 
 KEYS = {
@@ -336,22 +336,42 @@ def test_states(tmp_path, capsys):
     assert rows["compact"]["bytes_per_parameter"] < 0.75 * rows["one file"]["bytes_per_parameter"]
 
 
-def test_images_gpu(tmp_path, capsys):
+def test_table2(tmp_path, capsys):
     """Its twin on a CPU, or on a GPU if there is one."""
-    result = quick("images_gpu", tmp_path, capsys, tables=2)
+    result = quick("table2", tmp_path, capsys, tables=2)
     rows = {(row["what"], row["model"], row["how"]): row for row in result["rows"]}
-    assert {model for _, model, _ in rows} == {"QuAR", "residual"}
+    assert {model for _, model, _ in rows} == {"QuAR", "residual", "QuAR, MNIST"}
+    assert rows["test", "QuAR", "full"]["bits_from_full"] == 0
     for model in ("QuAR", "residual"):
-        assert rows["test", model, "full"]["bits_from_full"] == 0
         assert 0 < abs(rows["test", model, "bf16"]["bits_from_full"]) < 0.02
     assert (result["gpu"] is None) == all(row["gibibytes"] is None for row in rows.values())
+    assert 0 < rows["sample", "QuAR", "banach"]["apart"] < 1e-3
+    for name, key in {
+        "train_recomputation_ms": ("train", "QuAR", "bf16, graph, recomputation"),
+        "test_ms_bf16": ("test", "QuAR", "bf16"),
+        "test_ms_fp32": ("test", "QuAR", "tf32"),
+        "sample_ms": ("sample", "QuAR", "newton"),
+        "sample_banach_ms": ("sample", "QuAR", "banach"),
+        "mnist_train_ms": ("train", "QuAR, MNIST", "bf16, graph"),
+    }.items():
+        assert result[name] == rows[key]["milliseconds"]["median"]
+    for name, what, model in (
+        ("train_ms", "train", "QuAR"),
+        ("residual_train_ms", "train", "residual"),
+        ("residual_test_ms", "test", "residual"),
+    ):
+        assert result[name] == min(
+            row["milliseconds"]["median"] for (w, m, _), row in rows.items() if (w, m) == (what, model)
+        )
+    # What was cut is said to be missing.
+    assert table2.summary(harness.load(tmp_path / "table2.json")["rows"][:1])["sample_ms"] is None
 
 
-def test_images_gpu_needs_one():
+def test_table2_needs_one():
     if torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(SystemExit, match="expected a GPU"):
-        importlib.import_module("benchmarks.images_gpu").main(["--out", "nowhere"])
+        importlib.import_module("benchmarks.table2").main(["--out", "nowhere"])
 
 
 def test_ratio_is_round_by_round():
