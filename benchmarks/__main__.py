@@ -1,4 +1,4 @@
-"""All benchmarks but the `LONG` ones, in turn, then the tables of README.md: ``python -m benchmarks``.
+"""All benchmarks but the `LONG` ones, in turn, then the tables and picture of README.md: ``python -m benchmarks``.
 
 ``python -m benchmarks --tables`` only writes the tables, from the results that are there.
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import speed
 from benchmarks.harness import RESULTS, ROOT, load
 
 NAMES = (
@@ -44,6 +45,8 @@ def tables() -> str:
             result = load(path)
             shown: str = importlib.import_module(f"benchmarks.{name}").show(result)
             parts.append(f"### {name}\n{provenance(result)}\n\n{shown}")
+    if (RESULTS / speed.NAME).exists():
+        parts.append(f"![costs on a GPU](results/{speed.NAME})")
     return "\n\n".join(parts)
 
 
@@ -73,6 +76,7 @@ def main() -> None:
             if name in LONG:
                 continue
             subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], cwd=ROOT, check=True)
+    speed.draw(RESULTS)
     README.write_text(with_tables(README.read_text()))
 
 

@@ -1,5 +1,6 @@
 """The benchmarks run, and what they write and claim to measure is what they say it is."""
 
+import dataclasses
 import importlib
 import json
 import math
@@ -17,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import __main__ as everything  # noqa: E402
-from benchmarks import defaults, harness, lanes, outliers, scaling, shares, table2, tabular  # noqa: E402
+from benchmarks import defaults, harness, lanes, outliers, scaling, shares, speed, table2, tabular, vectors  # noqa: E402
 from quarflow.bench import peak_memory  # noqa: E402
 
 KEYS = {
@@ -367,11 +368,73 @@ def test_table2(tmp_path, capsys):
     assert table2.summary(harness.load(tmp_path / "table2.json")["rows"][:1])["sample_ms"] is None
 
 
-def test_table2_needs_one():
+@pytest.mark.parametrize("name", everything.ON_A_GPU)
+def test_those_on_a_gpu_need_one(name):
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    with pytest.raises(SystemExit, match="expected a GPU"):
-        importlib.import_module("benchmarks.table2").main(["--out", "nowhere"])
+    with pytest.raises(SystemExit, match=f"{name}: expected a GPU"):
+        importlib.import_module(f"benchmarks.{name}").main(["--out", "nowhere"])
+
+
+def test_growth(tmp_path, capsys):
+    rows = quick("growth", tmp_path, capsys, tables=2)["rows"]
+    memory = {(row["axis"], row["value"], row["call"]): row["mebibytes"] for row in rows}
+    assert {axis for axis, _, _ in memory} == {"batch", "size", "D of vectors"}
+    for axis, small, large in (("batch", 2, 4), ("size", 4, 8), ("D of vectors", 2, 4)):
+        for call in ("log_prob", "training step"):
+            assert memory[axis, small, call] < memory[axis, large, call]
+    assert "exponent" not in scaling.growth(harness.load(tmp_path / "growth.json")["rows"][:2], "value", "batch")
+
+
+def test_vectors(tmp_path, capsys):
+    pytest.importorskip("zuko")
+    rows = quick("vectors", tmp_path, capsys)["rows"]
+    assert {row["way"] for row in rows} == {"eager", "CUDA graph"}
+    assert {row["model"] for row in rows} == {"QuAR", "zuko MAF", "zuko NSF"}
+    for row in rows:
+        assert abs(row["parameters"] - rows[0]["parameters"]) <= 0.05 * rows[0]["parameters"]
+        assert (row["ratio"]["median"] == 1) == (row["model"] == "zuko MAF")
+
+
+def test_vectors_go_on_without_what_fails(monkeypatch):
+    def prepared(way, model, x):
+        if model == "bad":
+            raise RuntimeError("no kernel\nmore")
+        return lambda: None
+
+    model = vectors.Contestant(nn.Linear(2, 2), 1, (2,), None, None, None)
+    monkeypatch.setattr(vectors, "prepared", prepared)
+    monkeypatch.setattr(vectors, "parameters", lambda module: (6, 6))
+    models = {"QuAR": model, vectors.REFERENCE: dataclasses.replace(model, module=model.module)}
+    monkeypatch.setattr(vectors, "prepared", lambda way, each, x: prepared(way, "bad" if each is model else "", x))
+    bad, good = vectors.measure(2, "eager", models, torch.zeros(1, 2), 2)
+    assert bad["failed"] == "RuntimeError: no kernel"
+    assert good["ratio"].median == 1
+    assert "| failed | failed |" in vectors.show({"rows": [bad, good], "settings": {"batch": 1}})
+
+
+def test_picture_of_speed(tmp_path):
+    """From results of the form that the benchmarks write."""
+    assert speed.draw(tmp_path) is None
+    spread = {"median": 2.0, "low": 1.0, "high": 3.0}
+    names = ("train_ms", "residual_train_ms", "test_ms_bf16", "residual_test_ms", "sample_ms", "sample_banach_ms")
+    steps = [
+        {"axis": axis, "value": value, "call": "training step", "milliseconds": spread}
+        for axis in ("batch", "D of vectors")
+        for value in (24, 96)
+    ]
+    ways = [{"d": 6, "way": "eager", "model": name, "milliseconds": spread} for name in ("QuAR", "zuko MAF")]
+    made = {
+        "table2": dict.fromkeys(names[:4], 5.0) | dict.fromkeys(names[4:], None),
+        "growth": {"rows": steps, "settings": {"images": {"batch": 96}}},
+        "vectors": {"rows": [*ways, ways[0] | {"failed": "no"}], "settings": {"batch": 4096}},
+    }
+    widths = []
+    for name, result in made.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(result | {"gpu": None, "cpu": "a processor"}))
+        path = speed.draw(tmp_path)
+        widths.append(int.from_bytes(path.read_bytes()[16:20], "big"))
+    assert widths[0] < widths[1] < widths[2]  # a panel for each
 
 
 def test_ratio_is_round_by_round():
