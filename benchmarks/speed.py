@@ -49,7 +49,8 @@ def growth(axes: Any, result: dict[str, Any]) -> None:
         at = times[values.index(base)] if base in values else times[-1]
         label = f"{MANY[axis]} (1: {base}, {number(at)} ms)"
         axes.plot([v / base for v in values], [t / at for t in times], "o-", ms=3, color=colour, label=label)
-    axes.set(xscale="log", yscale="log", xlabel="times as much", title="a training step takes times as long")
+    axes.set_xscale("log", base=2)
+    axes.set(yscale="log", xlabel="times as much", title="a training step takes times as long")
     axes.legend(fontsize=6, frameon=False)
 
 
@@ -63,7 +64,7 @@ def vectors(axes: Any, result: dict[str, Any]) -> None:
         here = [row for row in rows if row["model"] == model]
         places = [groups.index((row["d"], row["way"])) + 0.27 * (j - 1) for row in here]
         axes.bar(places, [row["milliseconds"].median for row in here], 0.25, color=colour, label=model)
-    axes.set_xticks(range(len(groups)), [f"D = {d}\n{way}" for d, way in groups], fontsize=6)
+    axes.set_xticks(range(len(groups)), [f"D = {d}\n{way}".replace(" g", "\ng") for d, way in groups])
     axes.set(yscale="log", ylabel="ms", title=f"a training step, batch {result['settings']['batch']}")
     axes.set_ylim(top=3 * axes.get_ylim()[1])  # room for the legend
     axes.legend(fontsize=6, frameon=False, ncols=3, loc="upper center")
