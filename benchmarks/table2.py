@@ -6,7 +6,8 @@ CUDA graph. A test pass is ``log_prob`` of a batch. Sampling is the inverse to t
 Banach, of the same noise, for the weights after these steps of training, or those of ``--trained FILE``. Times are
 medians between device events; memory is the most that torch had allocated, model and data included. The images are made
 up (smooth, with noise): neither time nor memory of a step depends on them. The difference in bits/dim is that of the
-same images and noise. The residual flow has the same network, without masks.
+same images and noise. The residual flow has the same network, without masks. Beside a time of QuAR stand the shares of
+it that products and memory would take at the rates measured in the same run, as in docs/speed.md.
 
 In the summary a time is that of the fastest way, and the memory beside it is of the same; ``fp32`` is tf32, whose
 products the kernels make of three, and whose difference in bits/dim stands beside it.
@@ -25,7 +26,7 @@ import torch
 
 import quarflow as qf
 from benchmarks.harness import Spread, load, number, ratio, save, start, table
-from quarflow.bench import free, images, milliseconds, observe, peak_memory, training
+from quarflow.bench import Rates, Work, free, images, milliseconds, observe, peak_memory, training
 from quarflow.precision import products
 from quarflow.solvers import Banach, Newton, NotConverged, Solver
 from quarflow.training import Rows
@@ -74,17 +75,31 @@ def build(model: str, shape: tuple[int, int, int], size: Size, device: torch.dev
 
 def measure(size: Size, device: torch.device, trained: Path | None = None) -> Iterator[dict[str, Any]]:
     """A row of results for each way to train and to test each flow, and to sample."""
+    rates = {precision: Rates.of(device, precision, device.type != "cuda") for precision in TEST["QuAR"]}
     flow = build("QuAR", size.mnist_shape, size, device)
-    yield from train("QuAR, MNIST", flow, size.mnist_batch, size.rounds, device)
+    work = Work.of(flow, size.mnist_batch)
+    for found in train("QuAR, MNIST", flow, size.mnist_batch, size.rounds, device):
+        yield with_floors(found, work, rates)
     for model in MODELS:
         rounds = size.rounds if model == "QuAR" else size.slow_rounds
         flow = build(model, size.shape, size, device)
-        yield from train(model, flow, size.train_batch, rounds, device)
-        yield from test(model, flow.eval(), size.test_batch, rounds, device)
+        # The residual flow's work is random, and larger than anyone waits for on a CPU.
+        work = [Work.of(flow, n) for n in (size.train_batch, size.test_batch)] if model == "QuAR" else [None, None]
+        for found in train(model, flow, size.train_batch, rounds, device):
+            yield with_floors(found, work[0], rates)
+        for found in test(model, flow.eval(), size.test_batch, rounds, device):
+            yield with_floors(found, work[1], rates)
         if model == "QuAR":
             yield from sample(flow if trained is None else qf.load(trained).to(device).eval(), size, device)
         del flow
         free(device)
+
+
+def with_floors(found: dict[str, Any], work: Work | None, rates: dict[str, Rates]) -> dict[str, Any]:
+    """A row with the shares of its time that products and memory would take at the rates of its precision."""
+    if work is None:
+        return found
+    return found | work.floors(found, rates[found["how"].partition(",")[0]], found["what"] == "train")
 
 
 def train(
@@ -206,8 +221,16 @@ def ratios(result: dict[str, Any]) -> list[list[object]]:
 def show(result: dict[str, Any]) -> str:
     """The tables of a result, in Markdown."""
     keys = ("what", "model", "how", "batch", "milliseconds", "gibibytes", "bits_from_full")
-    body = [["-" if r.get(key) is None else r[key] for key in keys] for r in result["rows"]]
+    shares = ("share_of_products", "share_of_memory")
+    body = [
+        [
+            *("-" if r.get(key) is None else r[key] for key in keys),
+            *(f"{r[key]:.1%}" if key in r else "-" for key in shares),
+        ]
+        for r in result["rows"]
+    ]
     head = ["", "model", "how", "batch", "ms", "peak GiB", "bits/dim less that in float32"]
+    head += ["products at the measured rate", "memory at the measured rate"]
     second = table(["fastest", "QuAR, ms", "the other, ms", "ratio", "the paper's"], ratios(result))
     return f"{table(head, body)}\n\n{second}"
 

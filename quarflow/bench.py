@@ -304,6 +304,48 @@ def observe(call: Callable[[], object], rounds: int, device: torch.device, warm_
 
 
 @dataclass(frozen=True)
+class Work:
+    """What a training step and ``log_prob`` of a batch must do: operations of their products, and bytes."""
+
+    step: float
+    log_prob: float
+    weights: int  # bytes
+    batch: int  # bytes
+
+    @classmethod
+    def of(cls, flow: Flow, rows: int) -> Work:
+        """Counted on a copy of ``flow``, on a CPU.
+
+        >>> import quarflow as qf
+        >>> work = Work.of(qf.models.quar(features=2, blocks=1, hidden=(4,)), 10)
+        >>> 0 < work.log_prob < work.step, work.batch
+        (True, 80)
+        """
+        few, twin = made_up(flow, 2), copy.deepcopy(flow).cpu().train()
+        x, context = few.values(flow.base.anchor).cpu(), None if few.context is None else few.context.cpu()
+
+        def forward(n: int) -> Tensor:
+            return twin(x[:n], None if context is None else context[:n])
+
+        step = operations(lambda n: forward(n).sum().backward(), rows)
+        twin.eval()
+        alone = operations(torch.no_grad()(forward), rows)
+        weights = sum(p.numel() * p.element_size() for p in flow.parameters())
+        return cls(step, alone, weights, rows * x[0].numel() * x.element_size())
+
+    def floors(self, found: Mapping[str, Any], rates: Rates, training: bool) -> dict[str, float]:
+        """Shares of the time that `observe` found: what products, and what memory, would take at these rates."""
+        seconds = 1e-3 * found["milliseconds"].median
+        work = self.step if training else self.log_prob
+        moved = PASSES * self.weights + 2 * 2**20 * found["mebibytes"] if training else self.weights + self.batch
+        return {
+            "operations": work,
+            "share_of_products": work / rates.operations / seconds,
+            "share_of_memory": moved / rates.bytes / seconds,
+        }
+
+
+@dataclass(frozen=True)
 class Bench:
     """What `measure` measures.
 
@@ -379,16 +421,7 @@ def measure(bench: Bench, device: torch.device) -> Iterator[dict[str, Any]]:
         "bytes_per_second": rates.bytes,
     }
     data = made_up(flow, 4 * batch)
-    few, on_cpu = made_up(flow, 2), copy.deepcopy(flow).cpu()
-
-    def forward(n: int) -> Tensor:
-        x, context = few.values(flow.base.anchor)[:n].cpu(), few.context
-        return on_cpu(x, None if context is None else context[:n].cpu())
-
-    step = operations(lambda n: forward(n).sum().backward(), batch)
-    on_cpu.eval()
-    alone = operations(torch.no_grad()(forward), batch)
-    weights = sum(p.numel() * p.element_size() for p in flow.parameters())
+    work = Work.of(flow, batch)
 
     def row(what: str, how: str, rows: int, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {"what": what, "how": how, "rows": rows}
@@ -399,16 +432,8 @@ def measure(bench: Bench, device: torch.device) -> Iterator[dict[str, Any]]:
                 raise
             why = str(error).partition("\n")[0]
             return found | {"failed": f"{type(error).__name__}: {why}", "impossible": isinstance(error, ValueError)}
-        seconds = 1e-3 * found["milliseconds"].median
-        found["rows_per_second"] = rows / seconds
-        if what == "sampling":
-            return found
-        train = what == "training step"
-        moved = PASSES * weights + 2 * 2**20 * found["mebibytes"] if train else weights + 4 * few.x[0].numel() * rows
-        found["operations"] = step if train else alone
-        found["share_of_products"] = found["operations"] / rates.operations / seconds
-        found["share_of_memory"] = moved / rates.bytes / seconds
-        return found
+        found["rows_per_second"] = 1e3 * rows / found["milliseconds"].median
+        return found if what == "sampling" else found | work.floors(found, rates, what == "training step")
 
     recomputable = any(isinstance(m, Residual) and m.repeatable for m in flow.modules())
     for graph in (False, True) if device.type == "cuda" else (False,):

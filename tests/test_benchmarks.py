@@ -364,6 +364,9 @@ def test_table2(tmp_path, capsys):
         assert result[name] == min(
             row["milliseconds"]["median"] for (w, m, _), row in rows.items() if (w, m) == (what, model)
         )
+    for row in result["rows"]:
+        assert ("share_of_products" in row) == (row["model"] != "residual" and row["what"] != "sample")
+    assert rows["train", "QuAR", "bf16"]["operations"] > rows["test", "QuAR", "bf16"]["operations"]  # of half as many
     # What was cut is said to be missing.
     assert table2.summary(harness.load(tmp_path / "table2.json")["rows"][:1])["sample_ms"] is None
 
