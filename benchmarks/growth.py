@@ -40,6 +40,8 @@ def measure(quick: bool, rounds: int, device: torch.device) -> Iterator[dict[str
     base, axes, dimensions, batch = settings(quick)
     for axis, values in axes.items():
         for value in values:
+            if axis == "width":
+                torch.compiler.reset()  # it gives up where one function has had many shapes
             now = base | {axis: value}
             shape, hidden = (3, now["size"], now["size"]), now["width"]
             flow = qf.models.quar_image(shape, blocks=(now["depth"],), hidden=hidden, activation="elu")
