@@ -367,6 +367,8 @@ class Bench:
         check_choice("model", self.model, sorted(set(REGISTRY) - {"table"}))  # that one wants a table
         check_choice("precision", self.precision, PRECISIONS)
         check_count("rounds", self.rounds)
+        if twice := {"model", "features", "shape"} & set(self.options):
+            raise ValueError(f"options: expected {', '.join(sorted(twice))} on its own (--{min(twice)}), not in there.")
         of_images = "shape" in {f.name for f in dataclasses.fields(REGISTRY[self.model])}
         if of_images and (self.shape is None or self.features is not None):
             raise ValueError(f"shape: {self.model} is of images: expected their (C, H, W), such as 3,32,32, alone.")

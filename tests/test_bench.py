@@ -69,6 +69,7 @@ def test_conditional_and_other_models():
         (("--model", "table"), "expected one of"),
         (("--set", "nonsense=3"), "no option 'nonsense'"),
         (("--set", "blocks"), "NAME=VALUE"),
+        (("--set", "features=3"), "on its own (--features)"),
         (("--precision", "bf8"), "bf8"),
         (("--features", 0), "'--features'"),
     ],
