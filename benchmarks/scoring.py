@@ -101,7 +101,7 @@ def show(result: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, saves and prints."""
     options = start(__doc__, arguments)
-    settings = {"d": [6, 20], "batch": 4096, "gpu_batch": 65_536, "rounds": 30}
+    settings = {"d": [6, 20], "batch": 2048, "gpu_batch": 65_536, "rounds": 30}
     if options.quick:
         settings = {"d": [3], "batch": 32, "gpu_batch": 32, "rounds": 2}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
