@@ -178,6 +178,31 @@ def test_the_kernels_for_gpus(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert relative_error(alone, exact[:2]) < 2 * relative_error(plain[:2], exact[:2]) + 1e-6
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+@pytest.mark.parametrize("opening", [True, False])
+def test_second_derivatives_of_the_kernels_for_gpus(opening: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+
+    def second(net: Any, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        value, diagonal = net(x)
+        (g,) = torch.autograd.grad(value.sin().sum() + torch.log1p(diagonal).sum(), x, create_graph=True)
+        return torch.autograd.grad(g.cos().sum(), x)[0]
+
+    net, x = image_net("tanh", opening=opening)
+    exact = second(copy.deepcopy(net).double(), x.double())
+    forget_compiled()
+    with monkeypatch.context() as patched:
+        patched.setattr(triangular, "fuses", lambda x, numel: True)
+        patched.setattr(convolution, "fuses", lambda x, numel: True)
+        patched.setattr(torch, "compile", lambda made, dynamic: made)
+        with forms() as seen:
+            found = second(net, x)
+    forget_compiled()
+    assert seen["columns: Triton"] == seen["layers: Triton"] == 1
+    assert relative_error([found], [exact]) < 1e-4
+
+
 @pytest.mark.parametrize("kind", [TriangularNet, ConditionedNet])
 def test_second_derivatives(kind: type[TriangularNet | ConditionedNet]) -> None:
     torch.manual_seed(0)

@@ -107,35 +107,51 @@ def add_up(
 
 class _Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: str, kind: int) -> tuple[Tensor, Tensor]:
-        ctx.order, ctx.kind = order, kind
+    def forward(ctx: Any, x: Tensor, order: str, opening: Activation | None) -> tuple[Tensor, Tensor]:
+        ctx.order, ctx.opening = order, opening
         ctx.save_for_backward(x)
-        columns, slopes = gather(x, order, kind)
-        if kind == NONE:
-            slopes = x.new_empty(0)
-            ctx.mark_non_differentiable(slopes)
-        return columns, slopes
+        if opening is not None:
+            return gather(x, order, KINDS[type(opening)])
+        slopes = x.new_empty(0)
+        ctx.mark_non_differentiable(slopes)
+        return gather(x, order)[0], slopes
 
     @staticmethod
     def backward(ctx: Any, g_columns: Tensor, g_slopes: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
-        return add_up(g_columns, x, ctx.order, ctx.kind, -1, None if ctx.kind == NONE else g_slopes), None, None
+        opening = ctx.opening
+        if torch.is_grad_enabled():  # for second derivatives: as autograd makes it from the reference
+            from quarflow.nn.convolution import read_columns as reference
+
+            columns, slopes = reference(x, ctx.order, opening)
+            outputs = [columns] if slopes is None else [columns, slopes[:, 0]]
+            gradients = [g_columns, g_slopes][: len(outputs)]
+            return torch.autograd.grad(outputs, x, gradients, create_graph=True)[0], None, None
+        if opening is None:
+            return add_up(g_columns, x, ctx.order, sign=-1), None, None
+        return add_up(g_columns, x, ctx.order, KINDS[type(opening)], -1, g_slopes), None, None
 
 
 class _Write(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, like: Tensor, order: str) -> Tensor:
-        ctx.order, ctx.shape = order, like.shape
+        ctx.order = order
         return add_up(value, like, order)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if torch.is_grad_enabled():  # as in `_Read`
+            from quarflow.nn.convolution import gather as reference
+
+            taps = [(-dy, -dx) for dy, dx in TAPS[ctx.order]]
+            columns = reference(gradient.transpose(0, 1)[:, None], taps)
+            return columns.reshape(columns.shape[0] * len(taps), -1), None, None
         return gather(gradient, ctx.order, sign=-1)[0], None, None
 
 
 def read_columns(x: Tensor, order: str, opening: Activation | None = None) -> tuple[Tensor, Tensor | None]:
     """As `quarflow.nn.convolution.read_columns`, for an activation in `KINDS`."""
-    columns, slopes = _Read.apply(x, order, NONE if opening is None else KINDS[type(opening)])
+    columns, slopes = _Read.apply(x, order, opening)
     return columns, None if opening is None else slopes[:, None]
 
 
