@@ -174,7 +174,7 @@ def final(name: str, options: argparse.Namespace) -> None:
         "sampling": sampled,
         "bits_from_full": rounding,
         "curve": curve(out / "log.jsonl"),
-        "config": run.to_toml(),
+        "config": configuration(name, None, options.set).to_toml(),  # where the files lay is nobody's concern
         **provenance(options.device),
     }
     options.results.mkdir(parents=True, exist_ok=True)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 import quarflow as qf
+from quarflow.bench import processor
 from quarflow.checkpoint import read_tensors, write_tensors
 from quarflow.data.toy import Toy, toy
 from quarflow.models import REGISTRY, ResidualConfig, from_dict
@@ -488,15 +489,6 @@ def provenance(device: str) -> dict[str, str | None]:
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit(),
     }
-
-
-def processor() -> str:
-    """The model of the processor."""
-    info = Path("/proc/cpuinfo")
-    for text in info.read_text().splitlines() if info.exists() else []:
-        if text.startswith("model name"):
-            return text.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def commit() -> str | None:
