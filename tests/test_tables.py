@@ -221,10 +221,10 @@ def test_a_nearly_constant_column_is_named():
 
 
 def test_numbers_that_repeat_have_a_width_and_a_density_with_a_limit():
-    rows = 1000
-    often = np.where(np.arange(rows) % 3 == 0, 0.5, RNG.normal(size=rows))
-    rounded = np.round(RNG.normal(size=rows), 1) + 0.037
-    schema = Schema.of(as_table({"often": often, "rounded": rounded, "not": RNG.normal(size=rows)}))
+    rows, rng = 1000, np.random.default_rng(0)
+    often = np.where(np.arange(rows) % 3 == 0, 0.5, rng.normal(size=rows))
+    rounded = np.round(rng.normal(size=rows), 1) + 0.037
+    schema = Schema.of(as_table({"often": often, "rounded": rounded, "not": rng.normal(size=rows)}))
     found = {column.name: column.width for column in schema.columns}
     assert found["not"] == 0
     assert found["rounded"] == pytest.approx(0.1)
